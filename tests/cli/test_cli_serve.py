@@ -16,15 +16,10 @@ from typing import Any
 import pytest
 
 from fidelab.bench.serving.contact import Contact
-from fidelab.cli import bench, bench_serve
 from fidelab.metrics.serving import saturation
 from tests.bench.load.mock import MockServer, MockSettings
 from tests.engines.openai_server import Served, byte_model, save_tokenizer, serving
 from tests.run.harness import Done, cli
-
-if not any(command.callback is bench_serve.serve for command in bench.app.registered_commands):
-    bench.app.command("serve")(bench_serve.serve)
-    bench.app.command("sweep")(bench_serve.sweep)
 
 SMALL = ("--random-input-len", 32, "--random-output-len", 8, "--num-prompts", 12, "--max-concurrency", 4)
 
@@ -267,10 +262,9 @@ def test_a_server_that_dies_ends_the_sweep_and_leaves_its_cells(tmp_path: Path) 
 
 
 def test_ctrl_c_keeps_the_cells_so_far(tmp_path: Path) -> None:
-    words = ("sweep", "--concurrency", "1,2,4", "--contexts", "16", "--num-prompts", "200", "--random-output-len", "20")
-    script = "from tests.cli import test_cli_serve; from fidelab.cli import main; main()"
+    words = ("sweep", "--concurrency", "1,2,4", "--contexts", "16", "--num-prompts", "100", "--random-output-len", "20")
     with MockServer(MockSettings(itl=0.001)) as mock:
-        argv = [sys.executable, "-c", script, "bench", *words, "--base-url", mock.url]
+        argv = [sys.executable, "-m", "fidelab", "bench", *words, "--base-url", mock.url]
         argv += ["--tokenizer", str(byte_model()), "--output-dir", str(tmp_path)]
         child = subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
         while child.poll() is None and not list(tmp_path.glob("2*/report.json")):
@@ -378,7 +372,7 @@ def test_no_usage_gives_no_token_figures_and_says_so(tmp_path: Path) -> None:
 
 
 def test_a_rate_that_the_client_cannot_reach_is_said(tmp_path: Path) -> None:
-    words = ("--request-rate", 100000, "--arrival", "constant", "--num-prompts", 3000)
+    words = ("--request-rate", 100000, "--arrival", "constant", "--num-prompts", 600)
     with MockServer(MockSettings()) as mock:
         done = serve(mock.url, "--random-input-len", 8, "--random-output-len", 2, *words, cwd=tmp_path, small=False)
     assert done.code == 1

@@ -92,6 +92,17 @@ def quick(monkeypatch: pytest.MonkeyPatch, native: dict[str, str]) -> None:
     monkeypatch.setattr(module, "_make", make)
 
 
+@pytest.fixture
+def untried(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``quick``, and the engine is not started: for tests of the folder, or of what is asked later.
+
+    Three processes less for each installation.  Tests of the trial itself, and one of a whole installation, start them.
+    """
+    monkeypatch.setattr(module, "_check", lambda recipe, found: {"odd-engine": "1"})
+    monkeypatch.setattr(module, "_fault", lambda recipe, found: "")
+    monkeypatch.setattr(module, "listing", lambda engines: [])
+
+
 def recipe(*steps: Step, **changes: str) -> Recipe:
     return Recipe("odd-cpu", "odd", "cpu", steps, "small", **changes)  # type: ignore[arg-type]
 
@@ -175,7 +186,7 @@ def test_where_python_lacks_ensurepip_the_pip_that_is_here_takes_its_place(
 
 
 def test_a_complete_environment_stays_and_one_of_another_recipe_is_made_anew(
-    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, untried: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "engines" / "odd"
     said: list[str] = []
@@ -191,7 +202,9 @@ def test_a_complete_environment_stays_and_one_of_another_recipe_is_made_anew(
     assert beside(folder) == ["odd"]
 
 
-def test_an_environment_is_made_again_on_request_or_where_its_interpreter_is_gone(tmp_path: Path, quick: None) -> None:
+def test_an_environment_is_made_again_on_request_or_where_its_interpreter_is_gone(
+    tmp_path: Path, untried: None
+) -> None:
     folder = tmp_path / "engines" / "odd"
     said: list[str] = []
     install(recipe(), folder, sleeps_when_idle)
@@ -207,7 +220,7 @@ def test_an_environment_is_made_again_on_request_or_where_its_interpreter_is_gon
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["failed", "killed"])
-def test_an_environment_that_could_not_be_replaced_is_there_again(killed: bool, tmp_path: Path, quick: None) -> None:
+def test_an_environment_that_could_not_be_replaced_is_there_again(killed: bool, tmp_path: Path, untried: None) -> None:
     folder = tmp_path / "engines" / "odd"
     install(recipe(), folder, sleeps_when_idle)
     before = read_marker(folder)
@@ -227,7 +240,7 @@ def test_an_environment_that_could_not_be_replaced_is_there_again(killed: bool, 
 
 
 def test_an_environment_of_another_recipe_is_named_in_the_list_and_by_doctor(
-    quick: None, monkeypatch: pytest.MonkeyPatch
+    untried: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fidelab.doctor import parts
 
@@ -244,7 +257,7 @@ def test_an_environment_of_another_recipe_is_named_in_the_list_and_by_doctor(
 
 
 def test_a_complete_environment_that_is_broken_is_made_again_by_its_remedy(
-    quick: None, monkeypatch: pytest.MonkeyPatch
+    untried: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listing_module, "install_command", lambda engine, *flags: " ".join([engine, *flags]))
     made("raise OSError('broken')")
@@ -266,7 +279,7 @@ def test_a_recipe_is_known_by_what_it_installs_and_not_by_its_words() -> None:
 
 
 def test_the_time_left_is_that_of_the_step_and_those_after_it(
-    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, untried: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = replace(recipe(Step(("x",), seconds=1000.0)), trial_seconds=500.0)
     stages: list[Stage] = []
@@ -277,7 +290,7 @@ def test_the_time_left_is_that_of_the_step_and_those_after_it(
     assert stages[1].remaining_seconds(2000.0) == 500.0
 
 
-def test_an_unfinished_environment_is_made_anew(tmp_path: Path, quick: None) -> None:
+def test_an_unfinished_environment_is_made_anew(tmp_path: Path, untried: None) -> None:
     folder = tmp_path / "odd"
     folder.mkdir()
     (folder / "rest").touch()
@@ -287,7 +300,7 @@ def test_an_unfinished_environment_is_made_anew(tmp_path: Path, quick: None) -> 
     assert not (folder / "rest").exists()
 
 
-def test_ctrl_c_leaves_nothing(tmp_path: Path, quick: None) -> None:
+def test_ctrl_c_leaves_nothing(tmp_path: Path, untried: None) -> None:
     folder = tmp_path / "odd"
 
     def stop(stage: Stage) -> None:
@@ -413,7 +426,7 @@ def test_an_engine_that_does_not_support_its_native_format_here_is_not_installed
     assert not (tmp_path / "odd").exists()
 
 
-def test_a_format_that_does_not_run_is_listed_and_doctor_tries_all_again(quick: None, native: dict[str, str]) -> None:
+def test_a_format_that_does_not_run_is_listed_and_doctor_tries_all_again(untried: None, native: dict[str, str]) -> None:
     from fidelab.doctor import parts
 
     native |= {"some": "raise"}
@@ -445,7 +458,7 @@ def test_a_format_that_does_not_run_is_listed_and_doctor_tries_all_again(quick: 
 
 
 def test_a_refusal_of_the_trial_models_shape_is_not_stored_as_a_fault_of_the_format(
-    quick: None, native: dict[str, str]
+    untried: None, native: dict[str, str]
 ) -> None:
     from fidelab.doctor import parts
 
@@ -462,7 +475,7 @@ def test_a_refusal_of_the_trial_models_shape_is_not_stored_as_a_fault_of_the_for
 
 @pytest.mark.parametrize("changed", ["versions", "machine"])
 def test_a_trial_counts_for_the_versions_and_the_machine_it_ran_on(
-    changed: str, quick: None, native: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    changed: str, untried: None, native: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     native |= {"some": "raise"}
     found = install(recipe(), environment.engines_dir() / "odd", sleeps_when_idle)
@@ -597,7 +610,7 @@ def test_a_place_that_cannot_be_written_says_so(tmp_path: Path) -> None:
         install(recipe(), tmp_path / "file" / "odd", sleeps_when_idle)
 
 
-def test_an_engine_is_listed_with_what_runs_and_why_the_rest_does_not(quick: None) -> None:
+def test_an_engine_is_listed_with_what_runs_and_why_the_rest_does_not(untried: None) -> None:
     [absent] = listing(["odd"])
     assert (absent.environment, absent.problem) == (None, "not installed")
     install(recipe(), environment.engines_dir() / "odd", sleeps_when_idle)
@@ -631,7 +644,7 @@ def test_a_recipe_brings_a_package_of_its_engine_and_nothing_that_breaks_it(name
 
 
 def test_what_is_built_for_gpus_comes_neither_from_nor_into_pips_cache(
-    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, untried: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[list[str]] = []
     monkeypatch.setattr(module, "_pip", lambda recipe, found, words, log: asked.append(list(words)))
@@ -705,7 +718,7 @@ def imports(counted: Path) -> int:
 
 @pytest.mark.full
 def test_what_an_engine_said_is_kept_until_something_changes(
-    quick: None, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    untried: None, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = tmp_path / "imports"
     native = f"open({str(counted)!r}, 'a').write('x')"
@@ -723,7 +736,7 @@ def test_what_an_engine_said_is_kept_until_something_changes(
         assert (imports(counted), imports(counted)) == (1, 0)
 
 
-def test_an_engine_that_cannot_be_imported_is_asked_anew_every_time(quick: None) -> None:
+def test_an_engine_that_cannot_be_imported_is_asked_anew_every_time(untried: None) -> None:
     file = made("raise OSError('libodd.so: cannot open shared object file')")
     [place] = listing(["odd"])
     assert place.problem == "OSError: libodd.so: cannot open shared object file"
@@ -733,7 +746,7 @@ def test_an_engine_that_cannot_be_imported_is_asked_anew_every_time(quick: None)
 
 @pytest.mark.parametrize("words", first(["setup engines", "setup formats", "doctor"]))
 def test_a_terminal_shows_life_while_engines_are_asked_and_ctrl_c_ends_them_at_once(
-    words: str, quick: None, tmp_path: Path
+    words: str, untried: None, tmp_path: Path
 ) -> None:
     asked = tmp_path / "asked"
     made(f"import os, pathlib, time\npathlib.Path({str(asked)!r}).write_text(str(os.getpid()))\ntime.sleep(600)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -70,6 +71,16 @@ def test_levels_have_the_distortion_of_the_optimal_quantizer(bits: int, distorti
     found = float(torch.trapezoid((grid - table[code]) ** 2 * density, grid))
     assert found == pytest.approx(distortion, rel=1e-3)
     assert torch.equal(table, -table.flip(0))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_each_level_is_the_mean_of_a_normal_variable_between_the_adjacent_midpoints(bits: int) -> None:
+    table = levels(bits).tolist()
+    edges = [-math.inf, *((one + other) / 2 for one, other in pairwise(table)), math.inf]
+    density = [math.exp(-(edge**2) / 2) / math.sqrt(2 * math.pi) for edge in edges]
+    above = [math.erfc(edge / math.sqrt(2)) / 2 for edge in edges]
+    means = [(density[i] - density[i + 1]) / (above[i] - above[i + 1]) for i in range(len(table))]
+    assert table == pytest.approx(means, abs=1e-13)
 
 
 def test_one_bit_is_the_mean_of_half_a_normal_variable() -> None:

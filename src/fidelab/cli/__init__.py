@@ -8,28 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
-from fidelab.cli import (
-    bench,
-    check,
-    checkpoint,
-    compare,
-    diagnose,
-    doctor,
-    estimate,
-    eval,
-    imports,
-    report,
-    reproduce,
-    runs,
-    serve,
-    setup,
-    share,
-)
 from fidelab.cli.commands import Commands, Group
 from fidelab.cli.defaults import default_map
 from fidelab.run.signals import interrupts_raise
@@ -55,12 +41,67 @@ _COMPARE, _RESULTS, _SPEED, _MODELS, _MACHINE = _PANELS = (
 )
 
 
+_TABLE = {
+    "compare": ("compare:compare", _COMPARE),
+    "eval": ("eval:evaluate", _COMPARE),
+    "check": ("check:check", _RESULTS),
+    "report": ("report:report", _RESULTS),
+    "doctor": ("doctor:doctor", _MACHINE),
+    "reproduce": ("reproduce:app", _COMPARE),
+    "runs": ("runs:app", _RESULTS),
+    "share": ("share:app", _RESULTS),
+    "import": ("imports:app", _RESULTS),
+    "bench": ("bench:app", _SPEED),
+    "estimate": ("estimate:app", _SPEED),
+    "serve": ("serve:app", _SPEED),
+    "diagnose": ("diagnose:app", _MODELS),
+    "checkpoint": ("checkpoint:app", _MODELS),
+    "setup": ("setup:app", _MACHINE),
+}
+"""Commands and groups: the module with the name of the function or group, and the panel of ``--help``."""
+
+
+class _Commands(Mapping[str, Any]):
+    """Commands of the table; importing and building all of them would take most of the time of a small command."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in _TABLE:
+            raise KeyError(name)
+        return _built(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in _TABLE
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_TABLE)
+
+    def __len__(self) -> int:
+        return len(_TABLE)
+
+
+@cache
+def _built(name: str) -> Any:
+    """Import the module of a command or group, and build it."""
+    place, panel = _TABLE[name]
+    file, _, attribute = place.partition(":")
+    module = import_module(f"fidelab.cli.{file}")
+    found = getattr(module, attribute)
+    only = Commands()
+    if isinstance(found, typer.Typer):
+        only.add_typer(found, name=name, rich_help_panel=panel)
+    else:
+        only.command(name, rich_help_panel=panel, brief=getattr(module, "BRIEF", ()))(found)
+    return typer.main.get_group(only).commands[name]
+
+
 class _Root(Group):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = cast(Any, _Commands())
+
     def list_commands(self, ctx: Any) -> list[str]:
         """List commands by the panels of ``--help``, which appear in the order of their first commands."""
-        order = {panel: place for place, panel in enumerate(_PANELS)}
-        panels = {name: str(getattr(command, "rich_help_panel", "")) for name, command in self.commands.items()}
-        return sorted(panels, key=lambda name: order.get(panels[name], len(order)))
+        return sorted(_TABLE, key=lambda name: _PANELS.index(_TABLE[name][1]))
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -84,23 +125,6 @@ app = Commands(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(rich_help_panel=_COMPARE, brief=compare.BRIEF)(compare.compare)
-app.command("eval", rich_help_panel=_COMPARE)(eval.evaluate)
-for _panel, _command in ((_RESULTS, check.check), (_RESULTS, report.report), (_MACHINE, doctor.doctor)):
-    app.command(rich_help_panel=_panel)(_command)
-for _name, _group, _panel in (
-    ("reproduce", reproduce.app, _COMPARE),
-    ("runs", runs.app, _RESULTS),
-    ("share", share.app, _RESULTS),
-    ("import", imports.app, _RESULTS),
-    ("bench", bench.app, _SPEED),
-    ("estimate", estimate.app, _SPEED),
-    ("serve", serve.app, _SPEED),
-    ("diagnose", diagnose.app, _MODELS),
-    ("checkpoint", checkpoint.app, _MODELS),
-    ("setup", setup.app, _MACHINE),
-):
-    app.add_typer(_group, name=_name, rich_help_panel=_panel)
 
 
 def _version(requested: bool) -> None:

@@ -43,21 +43,23 @@ def create(spec: FormatSpec) -> Format:
 def levels(bits: int) -> Tensor:
     """Return the ``2^bits`` levels as float64, in ascending order.
 
-    Each level is the mean of the normal variable between the adjacent midpoints.  They are found by Lloyd's iteration
-    with the closed form of that mean, ``(φ(a) - φ(b)) / (Φ(b) - Φ(a))``.
+    Each level is the mean of the normal variable between the adjacent midpoints a and b, in closed form
+    ``(φ(a) - φ(b)) / (Φ(b) - Φ(a))``.  Newton's method solves these equations in five steps at most.  Lloyd's
+    iteration takes thousands, which are half a second.  The mean's derivatives are ``φ(a) (mean - a) / (Φ(b) - Φ(a))``
+    and ``φ(b) (b - mean) / (Φ(b) - Φ(a))``.
     """
     found: Tensor = torch.special.ndtri((torch.arange(1 << bits, dtype=torch.float64) + 0.5) / (1 << bits))
-    for _ in range(10_000):
-        inner = (found[1:] + found[:-1]) / 2
-        edges = torch.cat(
-            (torch.tensor([-40.0], dtype=torch.float64), inner, torch.tensor([40.0], dtype=torch.float64))
-        )
+    end = torch.tensor([40.0], dtype=torch.float64)
+    for _ in range(8):  # each step doubles the number of right digits: one or two more than are needed
+        edges = torch.cat((-end, (found[1:] + found[:-1]) / 2, end))
         density = torch.exp(-(edges**2) / 2) / (2 * torch.pi) ** 0.5
-        below = torch.special.ndtr(edges)
-        moved: Tensor = (density[:-1] - density[1:]) / (below[1:] - below[:-1])
-        if torch.equal(moved, found):
-            break
-        found = moved
+        share = torch.special.ndtr(edges).diff()
+        mean = (density[:-1] - density[1:]) / share
+        by_low = density[:-1] * (mean - edges[:-1]) / share / 2  # half of an edge's motion is that of a level
+        by_high = density[1:] * (edges[1:] - mean) / share / 2
+        slope = torch.diag(by_low + by_high) + torch.diag(by_low[1:], -1) + torch.diag(by_high[:-1], 1)
+        unit = torch.eye(len(found), dtype=torch.float64)
+        found = found + torch.linalg.solve(unit - slope, mean - found)
     return (found - found.flip(0)) / 2  # symmetric to the last bit
 
 

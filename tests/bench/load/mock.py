@@ -15,16 +15,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
 import random
 import resource
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -271,15 +272,15 @@ class MockServer:
         self.pid = 0
 
     def __enter__(self) -> Self:
-        command = [sys.executable, __file__, json.dumps(asdict(self.settings))]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
+        self._pipe, theirs = _FORKED.Pipe()
+        self._process = _FORKED.Process(target=_run, args=(self.settings, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        try:
+            self.url, self.pid = self._pipe.recv()
+        except EOFError:
             self.__exit__(None, None, None)
-            raise RuntimeError(f"the mock server ended with code {self._process.returncode}")
-        address = json.loads(line)
-        self.url, self.pid = address["url"], address["pid"]
+            raise RuntimeError(f"the mock server ended with code {self._process.exitcode}") from None
         return self
 
     def __exit__(
@@ -287,14 +288,11 @@ class MockServer:
     ) -> None:
         process = self._process
         process.terminate()
-        try:
-            process.wait(5)
-        except subprocess.TimeoutExpired:
+        process.join(5)
+        if process.is_alive():
             process.kill()
-            process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
+            process.join()
+        self._pipe.close()
 
     def get(self, path: str) -> bytes:
         """The answer to ``GET path``; the path begins at the server's root, as in ``/metrics``."""
@@ -308,19 +306,24 @@ class MockServer:
         return log
 
 
-async def _serve(settings: MockSettings) -> None:
+async def _serve(settings: MockSettings, pipe: Connection) -> None:
     stop, runner = asyncio.Event(), web.AppRunner(Mock(settings).app(), access_log=None, shutdown_timeout=0)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
-    loop.add_reader(0, lambda: None if os.read(0, 4096) else stop.set())  # it cannot outlive who started it
-    print(json.dumps({"url": f"http://127.0.0.1:{runner.addresses[0][1]}/v1", "pid": os.getpid()}), flush=True)
+    loop.add_reader(pipe.fileno(), stop.set)  # it cannot outlive who started it
+    pipe.send((f"http://127.0.0.1:{runner.addresses[0][1]}/v1", os.getpid()))
     await stop.wait()
     await runner.cleanup()
 
 
-if __name__ == "__main__":
+def _run(settings: MockSettings, pipe: Connection) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each connection is a file
-    asyncio.run(_serve(MockSettings(**json.loads(sys.argv[1]))))
+    asyncio.run(_serve(settings, pipe))
+
+
+# Servers are forked from one process that has imported what they need: importing aiohttp takes longer than many a load.
+_FORKED = multiprocessing.get_context("forkserver")
+_FORKED.set_forkserver_preload(["aiohttp.web", "pytest", __name__])
