@@ -17,6 +17,7 @@ from fidelab.metrics.divergence import (
     Head,
     RowComparison,
     compare_rows,
+    compare_rows_of,
     compare_topk,
     floored_topk,
     head_logits,
@@ -109,6 +110,24 @@ def test_results_do_not_depend_on_how_rows_fall_into_blocks_and_threads(monkeypa
         blocks = compare(ref, test, threads)
         np.testing.assert_array_equal(whole.kl, blocks.kl)
         np.testing.assert_array_equal(whole.nll_test, blocks.nll_test)
+
+
+@pytest.mark.parametrize("kl_only", [False, True])
+def test_tests_that_are_compared_together_have_the_figures_of_each_alone_bit_for_bit(kl_only: bool) -> None:
+    rng = np.random.default_rng(5)
+    ref = rng.normal(size=(37, 900)).astype(np.float32)
+    ref[3, 5] = -np.inf
+    tests = [(ref + rng.normal(scale=0.3, size=ref.shape)).astype(np.float32) for _ in range(3)]
+    tests[1][7] = np.nan  # a broken row
+    tests[2][3, 5] = -np.inf  # masked on both sides
+    tests += [np.ascontiguousarray(tests[0][:, :850]), np.pad(tests[0], ((0, 0), (0, 20))), ref.copy()]
+    targets = rng.integers(-1, 900, len(ref))
+    for threads in (1, 3):
+        found = compare_rows_of(ref, tests, targets, threads, kl_only=kl_only)
+        for test, rows in zip(tests, found, strict=True):
+            alone = compare_rows(ref, test, targets, kl_only=kl_only)
+            for name, column in vars(alone).items():
+                np.testing.assert_array_equal(getattr(rows, name), column, err_msg=name)
 
 
 def test_inputs_are_left_as_they_were() -> None:

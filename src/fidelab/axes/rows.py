@@ -24,6 +24,7 @@ from fidelab.metrics.divergence import (
     Head,
     RowComparison,
     compare_rows,
+    compare_rows_of,
     compare_topk,
     floored_topk,
     head_logits,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _MAX_UNSHARED_MASS = 1e-3  # more probability than this on ids that one side lacks: not identical
 CHUNK = 256  # rows at a time: 50 MB of float32 per side at 49,152 tokens
+_TESTS_BYTES = 1 << 28  # of tests' logits that are compared with the same rows of the reference: five of these sides
 
 
 def estimator_of(pair: Pair) -> Estimator:
@@ -186,9 +188,13 @@ class NumpyScorer:
         for start in range(0, len(targets), CHUNK):
             at = slice(start, start + CHUNK)
             p = head_logits(ref[0][at], ref[1])
-            for part, (states, head) in zip(parts, tests, strict=True):
-                q = head_logits(states[at], head)
-                part.append(compare_rows(p, q, targets[at], usable_cores(), kl_only=kl_only))
+            together = max(1, _TESTS_BYTES // p.nbytes)
+            for first in range(0, len(tests), together):
+                few = slice(first, first + together)
+                sides = [head_logits(states[at], head) for states, head in tests[few]]
+                found = compare_rows_of(p, sides, targets[at], usable_cores(), kl_only=kl_only)
+                for part, rows in zip(parts[few], found, strict=True):
+                    part.append(rows)
         return [RowComparison.concat(part) for part in parts]
 
 

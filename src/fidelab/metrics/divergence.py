@@ -184,24 +184,61 @@ def compare_rows(
     Rows go through small buffers, a few at a time: the memory needed does not grow with ``n``.
     See docs/metrics/distributions.md#mean-kl-divergence.
     """
-    if ref_logits.ndim != 2 or test_logits.ndim != 2 or len(ref_logits) != len(test_logits):
-        raise ValueError(f"rows do not match: reference {ref_logits.shape}, test {test_logits.shape}")
-    n, vocab = len(ref_logits), min(ref_logits.shape[1], test_logits.shape[1])
-    if targets.shape != (n,) or vocab == 0:
-        raise ValueError(f"{n} rows over {vocab} common ids do not fit targets of shape {targets.shape}")
+    [found] = compare_rows_of(ref_logits, [test_logits], targets, threads, kl_only=kl_only)
+    return found
+
+
+def compare_rows_of(
+    ref_logits: NDArray[Any],
+    tests: Sequence[NDArray[Any]],
+    targets: NDArray[Any],
+    threads: int = 1,
+    *,
+    kl_only: bool = False,
+) -> list[RowComparison]:
+    """Compare several tests with one reference: what :func:`compare_rows` returns of each, bit for bit.
+
+    ``tests``: each ``[n, V_test]``.  What depends on the reference alone is computed once for tests of one width.
+    See docs/metrics/distributions.md#mean-kl-divergence.
+    """
+    for test in tests:
+        if ref_logits.ndim != 2 or test.ndim != 2 or len(ref_logits) != len(test):
+            raise ValueError(f"rows do not match: reference {ref_logits.shape}, test {test.shape}")
+    n, found = len(ref_logits), dict[int, RowComparison]()
+    for width in {test.shape[1] for test in tests}:
+        same = [number for number, test in enumerate(tests) if test.shape[1] == width]
+        vocab = min(ref_logits.shape[1], width)
+        if targets.shape != (n,) or vocab == 0:
+            raise ValueError(f"{n} rows over {vocab} common ids do not fit targets of shape {targets.shape}")
+        rows = _of_one_width(ref_logits, [tests[number] for number in same], vocab, targets, threads, kl_only)
+        found |= dict(zip(same, rows, strict=True))
+    return [found[number] for number in range(len(tests))]
+
+
+def _of_one_width(
+    ref: NDArray[Any],
+    tests: Sequence[NDArray[Any]],
+    vocab: int,
+    targets: NDArray[Any],
+    threads: int,
+    kl_only: bool,
+) -> list[RowComparison]:
+    n = len(ref)
     has_goal = (targets >= 0) & (targets < vocab)
     pick = np.where(has_goal, targets, 0)
     block = max(1, _BLOCK // vocab)
-    top1 = np.empty(n, dtype=bool)
-    cut = np.full(n, np.nan)
-    columns = np.empty((11, n))
+    top1 = np.empty((len(tests), n), dtype=bool)
+    cut = np.full((len(tests), n), np.nan)
+    columns = np.empty((len(tests), 11, n))
 
     def fill(span: range) -> None:
         work = _Work(min(block, len(span)), vocab, kl_only)
         with np.errstate(invalid="ignore", divide="ignore"):
             for start in span[::block]:
                 at = slice(start, min(start + block, span.stop))
-                top1[at], cut[at] = work.compare(ref_logits[at], test_logits[at], pick[at], columns[:, at])
+                work.refer(ref[at])
+                for k, test in enumerate(tests):
+                    top1[k, at], cut[k, at] = work.compare(test[at], pick[at], columns[k, :, at])
 
     step = max(block, -(-n // threads))
     spans = [range(start, min(start + step, n)) for start in range(0, n, step)]
@@ -210,7 +247,7 @@ def compare_rows(
             list(pool.map(fill, spans))
     elif spans:
         fill(spans[0])
-    return comparison_of(columns, top1, cut, has_goal)
+    return [comparison_of(*one, has_goal) for one in zip(columns, top1, cut, strict=True)]
 
 
 def comparison_of(columns: Floats, top1: Bools, cut: Floats, has_goal: Bools) -> RowComparison:
@@ -249,7 +286,7 @@ def comparison_of(columns: Floats, top1: Bools, cut: Floats, has_goal: Bools) ->
 
 
 class _Work:
-    """The buffers of :func:`compare_rows`: ``[block, vocab]`` and ``[block, columns]``."""
+    """Some rows of the reference, and buffers of :func:`compare_rows_of`: ``[block, vocab]``, ``[block, columns]``."""
 
     def __init__(self, block: int, vocab: int, kl_only: bool) -> None:
         self._vocab = vocab
@@ -257,25 +294,35 @@ class _Work:
         self._probabilities = [np.empty((block, vocab)) for _ in range(2)]
         self._columns = [np.empty((block, min(vocab, _COLUMNS))) for _ in range(3)]
 
-    def compare(
-        self, ref: NDArray[Any], test: NDArray[Any], pick: NDArray[Any], columns: Floats
-    ) -> tuple[Bools, Floats | float]:
+    def refer(self, ref: NDArray[Any]) -> None:
+        """Take rows of the reference, with which :meth:`compare` compares rows of tests."""
+        n = len(ref)
+        self._ref, ref = ref, ref[:, : self._vocab]
+        self._best = ref.argmax(axis=-1)
+        self._peak = ref[np.arange(n), self._best, None].astype(np.float64)
+        self._sum = np.zeros(n)  # Σ exp a_P
+        p = self._probabilities[0][:n]
+        for at, (a_p, _, _) in self._spans(n):
+            np.subtract(ref[:, at], self._peak, out=a_p)
+            self._sum += np.exp(a_p, out=p[:, at]).sum(axis=-1)
+        self._top = None if self._kl_alone else _top(ref, min(TOP, ref.shape[1]))
+
+    def compare(self, test: NDArray[Any], pick: NDArray[Any], columns: Floats) -> tuple[Bools, Floats | float]:
         """Return whether both rows have the same top token, and the probability that is cut off.
 
         Fills ``columns [11, rows]``, those of :func:`comparison_of`.
         """
-        vocab, n = self._vocab, len(ref)
+        vocab, n, ref = self._vocab, len(test), self._ref
         whole, rows = ref if ref.shape[1] > vocab else test if test.shape[1] > vocab else None, np.arange(n)
         ref, test = ref[:, :vocab], test[:, :vocab]
         p, q = (buffer[:n] for buffer in self._probabilities)
-        best_p, best_q = ref.argmax(axis=-1), test.argmax(axis=-1)
-        peak_p, peak_q = (x[rows, best, None].astype(np.float64) for x, best in ((ref, best_p), (test, best_q)))
-        totals = np.zeros((4, n))  # Σ exp a_P, Σ exp a_Q, Σ exp(a_P)·(a_P − a_Q), Σ exp(a_Q)·(a_P − a_Q)
+        best_p, best_q = self._best, test.argmax(axis=-1)
+        peak_p, peak_q = self._peak, test[rows, best_q, None].astype(np.float64)
+        totals = np.zeros((3, n))  # Σ exp a_Q, Σ exp(a_P)·(a_P − a_Q), Σ exp(a_Q)·(a_P − a_Q)
         for at, (a_p, a_q, work) in self._spans(n):
             np.subtract(ref[:, at], peak_p, out=a_p)
             np.subtract(test[:, at], peak_q, out=a_q)
-            totals[0] += np.exp(a_p, out=p[:, at]).sum(axis=-1)
-            totals[1] += np.exp(a_q, out=q[:, at]).sum(axis=-1)
+            totals[0] += np.exp(a_q, out=q[:, at]).sum(axis=-1)
             gap = np.subtract(a_p, a_q, out=a_q)
             forward, backward = _dot(p[:, at], gap, work), _dot(q[:, at], gap, work)
             if not (np.isfinite(forward).all() and np.isfinite(backward).all()):  # masked tokens (0·∞), a broken row
@@ -285,8 +332,8 @@ class _Work:
                 # an infinity that is left is Q = 0 under P > 0; where P underflows to 0 the product is NaN
                 forward, backward = _dot(p[:, at], gap, work), _dot(q[:, at], gap, work)
                 backward[unheard] = -np.inf
-            totals[2:] += forward, backward
-        sum_p, sum_q, forward, backward = totals
+            totals[1:] += forward, backward
+        sum_p, (sum_q, forward, backward) = self._sum, totals
         norm_p, norm_q = np.log(sum_p), np.log(sum_q)
         columns[0], columns[6] = forward / sum_p + norm_q - norm_p, norm_p - norm_q - backward / sum_q
         columns[1:3] = norm_p, norm_q
@@ -294,12 +341,11 @@ class _Work:
             (3, 4, 5), ((ref, peak_p, pick), (test, peak_q, pick), (ref, peak_p, best_q)), strict=True
         ):
             columns[column] = x[rows, ids] - peak[:, 0]
-        if self._kl_alone:
+        if self._top is None:
             columns[6:] = np.nan
         else:
             # Share, per row `[n, V]`, of the `TOP` largest of one side that are among those of the other
-            count = min(TOP, ref.shape[1])
-            shared = _top(ref, count)[:, :, None] == _top(test, count)[:, None, :]
+            shared = self._top[:, :, None] == _top(test, self._top.shape[1])[:, None, :]
             columns[10] = np.asarray(shared.any(axis=-1).mean(axis=-1))
             columns[7:10] = self._other_divergences(p, q, sum_p, sum_q, columns[0])
         return best_p == best_q, np.nan if whole is None else np.exp(log_softmax(whole)[:, vocab:]).sum(axis=-1)
