@@ -281,6 +281,14 @@ def test_a_secret_is_in_no_note_and_no_setting(text: str) -> None:
     assert "sk-1234567" not in json.dumps(settings(text))
 
 
+@pytest.mark.parametrize("text", ["HF_TOKEN=$MINE vllm serve m", "MY_TOKEN=${MINE}\nvllm serve m --api-key $MY_TOKEN"])
+def test_a_secret_in_the_environment_is_not_looked_up(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINE", "sk-1234567")
+    found = pasted(text)
+    assert "sk-1234567" not in json.dumps(settings(text))
+    assert "sk-1234567" not in repr(vars(found))
+
+
 # --------------------------------------------------------------------------------- forms that are named, not read
 
 
