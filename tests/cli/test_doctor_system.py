@@ -253,7 +253,9 @@ def test_no_line_is_longer_than_80_columns_and_each_finding_says_what_to_do(amd:
     assert all(check.remedy for check in checks if check.status != "ok")
     shown = lines(Diagnosis(tuple(checks), good="well"), 80)
     assert max(map(len, shown)) <= 80
-    assert shown[-1].startswith("not ready: known bad: gfx1201 with ROCm 6.3.1")
+    verdict = next(number for number, line in enumerate(shown) if line.startswith("not ready"))
+    assert shown[verdict].startswith("not ready: known bad: gfx1201 with ROCm 6.3.1")
+    assert all(line.startswith("  ") for line in shown[verdict + 1 :])  # the rest of a long one
 
 
 def test_the_command_exits_with_1_where_something_is_known_to_be_bad(
