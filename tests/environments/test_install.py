@@ -720,6 +720,8 @@ def imports(counted: Path) -> int:
 def test_what_an_engine_said_is_kept_until_something_changes(
     untried: None, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # pip compiles what it installs, so that importing changes no folder
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     counted = tmp_path / "imports"
     native = f"open({str(counted)!r}, 'a').write('x')"
     file = made(native)
