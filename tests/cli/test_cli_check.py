@@ -184,7 +184,7 @@ def test_settings_that_differ_from_the_baseline_are_inconclusive_and_named(room:
         (("runs/before", "--min-same-top", "much"), "--min-same-top: 'much' is not a share: write 1% or 0.01"),
         (("runs/before", *LIMIT, "--configuration", "fp8"), "unknown configuration 'fp8'"),
         (("runs/before", "--baseline", "runs/before", "--configuration", "fp8"), "unknown configuration 'fp8'"),
-        (("runs/before", "--baseline", "runs/before", "--configuration", "fp8_e4m3"), "has no effect without a limit"),
+        (("runs/before", "--baseline", "runs/before", "--configuration", "fp8_e4m3"), "has no effect: no limit"),
         (("runs/before", *LIMIT, "--configuration", "fp8_e4m3", "--all"), "--all and --configuration: name one"),
         (("runs/before", *LIMIT, "--json", "-", "--markdown"), "--markdown and --json -: name one"),
         (("runs/before", "--baseline", "half"), "finish the run with: fidelab compare --resume half"),

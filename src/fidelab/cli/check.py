@@ -118,7 +118,7 @@ def _checked(report: Report, asked: Policy, name: str | None, every: bool) -> Se
         raise UnknownNameError("configuration", name, named)
     everywhere = not any(rule.arm is None for rule in asked.rules)  # each rule names its own
     if name is not None and everywhere:
-        raise UsageError(f"--configuration {name} has no effect without a limit; --baseline compares all: omit it")
+        raise UsageError(f"--configuration {name} has no effect: no limit needs it, --baseline compares all: omit it")
     return report.candidates if every or everywhere or not report.candidates else [choose_arm(report, name)]
 
 
