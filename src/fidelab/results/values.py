@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
+import textwrap
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from fidelab.core import Status
 
@@ -17,11 +22,42 @@ class Record(BaseModel):
         frozen=True,
         extra="forbid",
         allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        defer_build=True,  # a command that reads one kind of record does not wait for the others
         json_schema_serialization_defaults_required=True,  # what is written names every field
         validate_by_name=True,
         validate_by_alias=True,
     )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Describe each field by the text below it.
+
+        As ``use_attribute_docstrings`` does, but only for a schema: that reads the source of each class whenever the
+        module is imported.
+        """
+        made = handler(schema)
+        properties = handler.resolve_ref_schema(made).get("properties", {})
+        for name, text in _texts_of_fields(cls).items():
+            field = properties.get(cls.model_fields[name].serialization_alias or name)
+            if field is not None:
+                field.setdefault("description", text)
+        return made
+
+
+def _texts_of_fields(kind: type[Record]) -> dict[str, str]:
+    """Field → the string that follows it in the source of its class."""
+    found: dict[str, str] = {}
+    for base in kind.__mro__:
+        if base is Record or not issubclass(base, Record):
+            continue
+        [defined] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(defined, ast.ClassDef)
+        for before, after in zip(defined.body, defined.body[1:], strict=False):
+            if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name):
+                match after:
+                    case ast.Expr(ast.Constant(str() as text)):
+                        found.setdefault(before.target.id, inspect.cleandoc(text))
+    return found
 
 
 class Document(Record):

@@ -60,8 +60,8 @@ def _findings(cache: Any, kv: KVSpec, k: Format, v: Format) -> Iterator[str]:
         yield f"the cache is a {_class(cache)}, not fidelab's"
     yield from _foreign_functions(type(cache))
     yield from _held_functions("the cache", cache)
-    for module in [*sys.modules.values()]:
-        if getattr(module, "__name__", "").startswith(_MODULES):
+    for name, module in [*sys.modules.items()]:
+        if name.startswith(_MODULES):
             yield from _foreign_globals(module)
     for side, fmt in zip((kv.k, kv.v), (k, v), strict=True):
         if side.name in KNOWN:
