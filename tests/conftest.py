@@ -68,30 +68,42 @@ def no_timings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def workers_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+_by_default, _by_group = runner.spawner, parent._end_group
+_processes = False  # whether the test asks for workers that are processes of their own
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What a test asks for holds for the fixtures of its module, too, which are set up before those of the test."""
+    global _processes
+    _processes = item.get_closest_marker("processes") is not None
+
+
+def _spawner(resolved: Any, servers: Any, loads: Any = None) -> Any:
+    arm, environment = resolved.arm, resolved.environment
+    own = _processes or arm.engine not in ("fake", "hf", "openai") or {"crash", "hang"} & dict(arm.options).keys()
+    variables = {} if own else runner._variables(resolved)
+    if own or "PYTHONPATH" in variables or environment.image:
+        return _by_default(resolved, servers, loads)
+    return lambda log: LocalWorker(log, variables)
+
+
+def _end(process: Any) -> None:
+    if isinstance(process, LocalWorker):
+        process.end()
+    else:
+        _by_group(process)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def workers_in_this_process() -> Iterator[None]:
     """Run workers of engines fake, hf and openai in the test's process; tests marked ``processes`` start real ones.
 
     An arm that crashes or hangs when asked always gets a process of its own, and so does one with shim folders, a
     prefix or an image.
     """
-    if request.node.get_closest_marker("processes"):
-        return
-    by_default = runner.spawner
-
-    def spawner(resolved: Any, servers: Any, loads: Any = None) -> Any:
-        arm, environment = resolved.arm, resolved.environment
-        if arm.engine not in ("fake", "hf", "openai") or {"crash", "hang"} & dict(arm.options).keys():
-            return by_default(resolved, servers, loads)
-        variables = runner._variables(resolved)
-        if "PYTHONPATH" in variables or environment.image:
-            return by_default(resolved, servers, loads)
-        return lambda log: LocalWorker(log, variables)
-
-    by_group = parent._end_group
-    ends: Any = lambda process: process.end() if isinstance(process, LocalWorker) else by_group(process)  # noqa: E731
-    monkeypatch.setattr(runner, "spawner", spawner)
-    monkeypatch.setattr(parent, "_end_group", ends)
+    with mock.patch.object(runner, "spawner", _spawner), mock.patch.object(parent, "_end_group", _end):
+        yield
 
 
 @pytest.fixture(scope="session")
