@@ -7,7 +7,7 @@ those that exist.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -40,6 +40,7 @@ class OpenStudy:
     created: datetime
     command: str
     listener: Listener
+    servers: ForkServers = field(default_factory=ForkServers)  # each has imported its engine once for all jobs
 
     @classmethod
     def begin(cls, kind: str, prepared: PreparedRun, command: str, listener: Listener | None) -> Self:
@@ -56,10 +57,17 @@ class OpenStudy:
 
     def run(self, jobs: Sequence[PlannedJob], log: str = "") -> list[ArmResult]:
         """Run the jobs in turn, as :func:`run_jobs` does; ``log`` names a log for all of them."""
-        return run_jobs(self.prepared, jobs, self.listener, lambda role: self.folder.log(log or role), self.folder)
+        def path(role: str) -> Path:
+            return self.folder.log(log or role)
+
+        return run_jobs(self.prepared, jobs, self.listener, path, self.folder, self.servers)
 
     def write(self, **fields: Any) -> Study:
-        """Write the record and its page; ``fields`` are those of :class:`~fidelab.results.study.Study`."""
+        """Write the record and its page; ``fields`` are those of :class:`~fidelab.results.study.Study`.
+
+        No job runs after it.
+        """
+        self.servers.close()
         study = new_study(
             run_id=self.folder.run_id,
             created=self.created,
@@ -119,14 +127,17 @@ def run_jobs(
     listener: Listener,
     log: Callable[[str], Path],
     folder: RunFolder | None = None,
+    servers: ForkServers | None = None,
 ) -> list[ArmResult]:
-    """Run one job after another, until an arm gives no answer. A twin may fail."""
+    """Run one job after another, until an arm gives no answer. A twin may fail.
+
+    ``servers``: of the processes that other jobs were run by; else those of these jobs alone.
+    """
     results: list[ArmResult] = []
     listener.start(replace(prepared.plan, jobs=tuple(jobs)), folder)
     try:
-        asking = JobRunner(
-            prepared, listener, folder.event if folder else lambda *_a, **_k: None, servers=ForkServers()
-        )
+        event = folder.event if folder else lambda *_a, **_k: None
+        asking = JobRunner(prepared, listener, event, servers=servers or ForkServers())
         for job in jobs:
             results.append(asking.run(job, log(job.role)))
             if results[-1].status is not Status.OK and not job.role.startswith(f"{TWIN}:"):
