@@ -418,7 +418,9 @@ def _are_ids(value: Any) -> bool:
 
 def _tuples(value: Any) -> Any:
     """Turn lists, as which JSON stores tuples, into tuples again."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+    if not isinstance(value, list):
+        return value
+    return tuple(map(_tuples, value)) if list in map(type, value) else tuple(value)
 
 
 def token_hashes(items: Sequence[Tokens]) -> list[str]:

@@ -229,6 +229,7 @@ def sha256_of(path: Path) -> str:
 
 
 _MOST_LEVELS, _MOST_CONTAINERS = 64, 1_000_000  # limits of JSON: deeper or larger than any file that is written
+_CONTAINERS = frozenset({dict, list})
 _LONG_NUMBER, _SURROGATE = re.compile(r"\d{19}"), re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -290,10 +291,11 @@ def _bounded_json(raw: bytes | str, **options: Any) -> Any:
         value = json.loads(raw, **options)
     except RecursionError:
         raise ValueError(f"nested deeper than {_MOST_LEVELS} levels") from None
-    level = [value]
+    level: list[Any] = [[value]]  # what holds lists or objects
     for _ in range(_MOST_LEVELS):
-        inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))
-        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+        held = (item for items in level for item in items if type(item) in _CONTAINERS)
+        inner = (item.values() if type(item) is dict else item for item in held)
+        level = [items for items in inner if not _CONTAINERS.isdisjoint(map(type, items))]
     if level:
         raise ValueError(f"nested deeper than {_MOST_LEVELS} levels")
     return value

@@ -21,6 +21,7 @@ from fidelab.core.errors import UsageError
 OMIT: Final[Mapping[str, Any]] = MappingProxyType({"omit": True})
 """Metadata of a field that is left out where it has its default."""
 _MAX_INTEGER = 2**63
+_PLAIN: Final = frozenset({int, float, str, bool, type(None)})
 _T = TypeVar("_T")
 
 
@@ -53,8 +54,8 @@ def to_json(value: Any, kind: Any = None) -> Any:
             return value.value
         case Mapping():
             return {key: to_json(item) for key, item in value.items()}
-        case list() | tuple():
-            return [to_json(item) for item in value]
+        case list() | tuple():  # token ids are most of what is written
+            return [*value] if _PLAIN.issuperset(map(type, value)) else [to_json(item) for item in value]
     return value
 
 
@@ -98,6 +99,9 @@ def _read(kind: Any, data: Any, at: str) -> Any:
             return tuple(sorted(_read(Mapping[str, get_args(parts[0])[1]], data, at).items()))  # type: ignore[misc]
     elif origin in (list, tuple):
         if isinstance(data, list | tuple):
+            whole = parts[0] is int and (origin is list or parts[-1] is ...) and {*map(type, data)} == {int}
+            if whole and min(data) >= 0 and max(data) < _MAX_INTEGER:  # else it is said which one
+                return origin(data)
             each = parts[:1] * len(data) if origin is list or parts[-1] is ... else parts
             if len(each) == len(data):
                 found = (_read(part, item, f"{at}[{n}]") for n, (part, item) in enumerate(zip(each, data, strict=True)))

@@ -57,6 +57,7 @@ class OpenStudy:
 
     def run(self, jobs: Sequence[PlannedJob], log: str = "") -> list[ArmResult]:
         """Run the jobs in turn, as :func:`run_jobs` does; ``log`` names a log for all of them."""
+
         def path(role: str) -> Path:
             return self.folder.log(log or role)
 
