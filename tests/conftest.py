@@ -6,8 +6,9 @@ import importlib.util
 import json
 import os
 import signal
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,10 +18,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+import forked
 from fidelab.core import waiting_variables
 from fidelab.models import Model, pull
 from fidelab.run import runner
-from fidelab.workers import parent
+from fidelab.workers import fork_server, parent
 from tests.local_worker import LocalWorker
 
 # Spinning OpenMP threads starve whatever else runs on the machine; read when torch is first imported.
@@ -103,6 +105,24 @@ def workers_in_this_process() -> Iterator[None]:
     prefix or an image.
     """
     with mock.patch.object(runner, "spawner", _spawner), mock.patch.object(parent, "_end_group", _end):
+        yield
+
+
+_started = fork_server._started
+
+
+def _forked(command: Sequence[str], stdin: int, env: Mapping[str, str]) -> Any:
+    python, *arguments = command
+    if python != sys.executable or arguments[-1:] != ["hf"]:
+        return _started(command, stdin, env)
+    with Path(os.devnull).open("r+b") as nowhere:
+        return forked.start(arguments, env, stdin, nowhere.fileno(), nowhere.fileno(), any_threads=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_fork_servers() -> Iterator[None]:
+    """Fork servers of engine hf do not import torch and Transformers each."""
+    with mock.patch.object(fork_server, "_started", _forked):
         yield
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import forked
 from k16v8.bench import contenders, machine, precompile, serving
 from k16v8.bench.contenders import flash_attention_3, flash_attention_3_call
 from k16v8.bench.precompile import units
@@ -318,9 +319,8 @@ def test_a_target_that_does_not_exist_is_one_line(capsys: pytest.CaptureFixture[
 
 
 def _serving(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "k16v8.bench.serving", "--device", "cpu", "--geometry", "tiny", *words]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
+    arguments = ["-m", "k16v8.bench.serving", "--device", "cpu", "--geometry", "tiny", *words]
+    return forked.run(arguments, {**os.environ, "TRITON_INTERPRET": "1"})
 
 
 def test_pages_of_no_multiple_of_16_tokens_are_one_line() -> None:

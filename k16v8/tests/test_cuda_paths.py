@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from copy import deepcopy
 from importlib.util import find_spec
@@ -14,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import forked
 import paged_models
 from k16v8 import K16V8Cache
 from k16v8.gates.cases import CASES, Case
@@ -173,6 +172,6 @@ with pretend_cuda() as cuda:
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_triton_kernels_in_the_interpreter_pass_on_a_device_and_make_the_host_wait_for_nothing() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), environment.get("PYTHONPATH", "")])
-    done = subprocess.run([sys.executable, "-c", _INTERPRETED], capture_output=True, text=True, env=environment)
+    folder = f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+    done = forked.run(["-c", folder + _INTERPRETED], environment)
     assert done.returncode == 0, done.stderr

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import forked
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -29,8 +29,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, s
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TRITON_CACHE_DIR": str(cache)}
     words = ["compile", "--operations", "attention", "--target", "sm_90", "--formats", _FORMATS, "--page", "64"]
-    command = [sys.executable, "-c", _COMMAND, *words, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = forked.run(["-c", _COMMAND, *words, "--json"], environment)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)["results"]
     return {(one["kernel"], one["k_format"], one["v_format"], one["options"]): one for one in results}
@@ -83,7 +82,7 @@ print(json.dumps([[one.heads, one.options, one.programs, one.spilled] for one in
 
 def test_three_programs_of_decode_fit_a_multiprocessor_where_a_page_holds_whole_tiles() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", _PROGRAMS], capture_output=True, text=True, env=environment)
+    done = forked.run(["-c", _PROGRAMS], environment)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert [one[:2] for one in found] == [[32, "plain"], [32, "all"], [28, "plain"], [28, "all"]]
@@ -116,7 +115,7 @@ for text in texts:
 
 def test_on_amd_each_wave_waits_for_its_stores_before_the_barrier_of_the_merge() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", _WAITS], capture_output=True, text=True, env=environment)
+    done = forked.run(["-c", _WAITS], environment)
     assert done.returncode == 0, done.stderr
 
 
@@ -149,5 +148,5 @@ assert found == dict(registers=151, spilled=20, loads={2: 2, 4: 1, 16: 2}, matri
 
 def test_figures_are_read_from_the_code_as_it_is_written() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", _FIGURES], capture_output=True, text=True, env=environment)
+    done = forked.run(["-c", _FIGURES], environment)
     assert done.returncode == 0, done.stderr

@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import forked
 from k16v8.gates.mutations import MUTATIONS
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -27,7 +27,7 @@ def _python(script: str, *words: str, cache: Path | None = None) -> subprocess.C
     environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     if cache is not None:
         environment["TRITON_CACHE_DIR"] = str(cache)
-    return subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, env=environment)
+    return forked.run(["-c", script, *words], environment)
 
 
 @pytest.mark.full

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
 
+import forked
 from k16v8.errors import UsageError
 from k16v8.kernels.knobs import KNOBS, Knobs, knobs_of, turned
 
@@ -41,7 +40,7 @@ print(json.dumps(found))
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_what_is_turned_is_launched_and_recorded_in_both_layouts_and_the_result_stays_right() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, check=False)
+    done = forked.run(["-c", SCRIPT], environment)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found) == 8

@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
+import forked
 from k16v8 import K16V8Cache
 from k16v8.plugins.transformers.attention import attend
 from paged_models import (
@@ -228,13 +229,15 @@ def test_memory_goes_with_the_last_reference_and_waits_for_no_collector() -> Non
 
 def _python(script: str) -> str:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    done = forked.run(["-c", script], environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_importing_the_plugins_imports_no_torch() -> None:
-    assert _python("import sys, k16v8.plugins; print('torch' in sys.modules)").strip() == "False"
+    asked = "import sys, k16v8.plugins; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 _INTERPRETED = """

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import forked
 from k16v8.bench.sweep import KNOBS_TRIED, best, main, settings_tried, tried_of
 from k16v8.errors import UsageError
 
@@ -78,8 +77,7 @@ def test_a_sweep_under_the_interpreter_measures_each_launch_once_and_keeps_its_r
     path = tmp_path / "sweep.json"
     words = ["--device", "cpu", "--geometry", "tiny", "--lengths", "128", "--batch", "1", "--seconds", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "k16v8.bench.sweep", *words, *TRIED, "--output", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = forked.run(["-m", "k16v8.bench.sweep", *words, *TRIED, "--output", str(path)], environment)
     assert done.returncode == 0, done.stderr
     record = json.loads(path.read_text())
     results = record["results"]

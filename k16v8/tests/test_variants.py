@@ -6,12 +6,12 @@ A process has Triton either compiling or interpreting, so each test asks a proce
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+import forked
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -76,8 +76,8 @@ def on_the_host():
 
 def _run(script: str) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([*_FOLDERS, environment.get("PYTHONPATH", "")])
-    done = subprocess.run([sys.executable, "-c", _SET_UP + script], capture_output=True, text=True, env=environment)
+    folders = f"import sys\nsys.path[:0] = {[*_FOLDERS]}\n"
+    done = forked.run(["-c", folders + _SET_UP + script], environment)
     assert done.returncode == 0, done.stderr
 
 

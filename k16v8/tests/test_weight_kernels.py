@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import forked
 from k16v8.errors import NotSupportedError, UnknownNameError, UsageError
 from k16v8.gates.weights import WEIGHT_CASES, weight_gates
 from k16v8.kernels import torch_weights, weights
@@ -28,7 +28,7 @@ def _python(script: str, *words: str, **more: str) -> subprocess.CompletedProces
     """A process has Triton either compiling or interpreting."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"} | more
-    return subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, env=environment)
+    return forked.run(["-c", script, *words], environment)
 
 
 def _case(name: str, seed: int = 0) -> weights.QuantizedWeight:

@@ -104,14 +104,7 @@ class ForkServer:
         self._socket, theirs = socket.socketpair()
         process = None
         with theirs, contextlib.suppress(OSError):
-            process = subprocess.Popen(
-                command,
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, **env},
-                start_new_session=True,  # Ctrl-C reaches the parent alone
-            )
+            process = _started(command, theirs.fileno(), {**os.environ, **env})
         self.close = weakref.finalize(self, _close, self._socket, process)  # at the latest when nobody needs it
         self._loaded: str | None = None
 
@@ -190,6 +183,18 @@ class ForkServers:
             server.close()
         self._servers.clear()
         self.spares.close()
+
+
+def _started(command: Sequence[str], stdin: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    nowhere = subprocess.DEVNULL
+    return subprocess.Popen(
+        command,
+        stdin=stdin,
+        stdout=nowhere,
+        stderr=nowhere,
+        env=env,
+        start_new_session=True,  # Ctrl-C reaches the parent alone
+    )
 
 
 def _close(ours: socket.socket, process: subprocess.Popen[bytes] | None) -> None:
