@@ -5,15 +5,16 @@ A process has Triton either compiling or interpreting, so the cases run in one o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import subprocess
-import sys
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+import forked
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -40,8 +41,8 @@ def _wrong(cases: tuple[str, ...]) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }
-    words = [sys.executable, "-m", "tests.metrics.fused_cases", *cases]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=ROOT)
+    with contextlib.chdir(ROOT):
+        done = forked.run(["-m", "tests.metrics.fused_cases", *cases], environment)
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return found
