@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from fidelab.core.errors import InputError, OutputError
 from fidelab.results.measurement import Definition, Measurement, Metric
 from fidelab.results.plots import Curve
 from fidelab.results.record import ArmRecord, Composite, Report, RuntimeRecord
+from fidelab.results.values import Record
 from tests.report.sample import HOSTILE, arm, candidate, sample_report
 
 SCHEMA_FILE = Path(__file__).parents[2] / "schema" / "fidelab.report-1.schema.json"
@@ -224,3 +227,29 @@ def test_a_place_that_cannot_be_written_is_an_output_error(tmp_path: Path) -> No
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot write"):
         sample_report().write(tmp_path / "file" / "report.json")
+
+
+def test_threads_may_be_the_first_to_use_a_record() -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(60):
+
+            class Inner(Record):
+                x: int = 1
+
+            class Outer(Record):
+                inner: Inner | None = None
+                by_name: dict[str, Inner] = {}
+
+            began = threading.Barrier(8)
+
+            def used(kind: type[Outer] = Outer, began: threading.Barrier = began) -> int:
+                began.wait()
+                return len(kind.model_validate({"inner": {"x": 2}, "by_name": {"a": {}}}).model_dump_json())
+
+            with ThreadPoolExecutor(8) as pool:
+                found = {result.result() for result in [pool.submit(used) for _ in range(8)]}
+            assert len(found) == 1
+    finally:
+        sys.setswitchinterval(before)

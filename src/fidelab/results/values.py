@@ -6,6 +6,7 @@ import ast
 import inspect
 import json
 import textwrap
+import threading
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
@@ -13,6 +14,9 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from fidelab.core import Status
+
+
+_BUILDING = threading.RLock()
 
 
 class Record(BaseModel):
@@ -27,6 +31,13 @@ class Record(BaseModel):
         validate_by_name=True,
         validate_by_alias=True,
     )
+
+    @classmethod
+    def model_rebuild(cls, **options: Any) -> bool | None:
+        """Build the class, as its first use does, in one thread at a time: pydantic before 2.13 does not see to that."""
+        depth = options.get("_parent_namespace_depth", 2)  # frames up to where names of the fields are looked up
+        with _BUILDING:
+            return super().model_rebuild(**{**options, "_parent_namespace_depth": depth + 1})
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
