@@ -240,7 +240,7 @@ def test_threads_may_be_the_first_to_use_a_record() -> None:
 
             class Outer(Record):
                 inner: Inner | None = None
-                by_name: dict[str, Inner] = {}
+                by_name: dict[str, Inner] | None = None
 
             began = threading.Barrier(8)
 
