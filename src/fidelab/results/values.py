@@ -33,7 +33,7 @@ class Record(BaseModel):
 
     @classmethod
     def model_rebuild(cls, **options: Any) -> bool | None:
-        """Build the class, as its first use does, in one thread at a time, which pydantic before 2.13 does not ensure."""
+        """Build the class, as its first use does, by one thread at a time: pydantic before 2.13 does not ensure it."""
         depth = options.get("_parent_namespace_depth", 2)  # frames up to where names of the fields are looked up
         with _BUILDING:
             return super().model_rebuild(**{**options, "_parent_namespace_depth": depth + 1})
