@@ -138,7 +138,7 @@ class Chaos:
                         victim.send_signal(getattr(signal, fault))
                     except psutil.NoSuchProcess:  # ended by itself meanwhile
                         struck = struck - {victim}
-            time.sleep(0.01)
+            time.sleep(0.03)
         process.wait()
         assert psutil.wait_procs(family, timeout=20)[1] == [], "processes outlive the run"
         return bool(struck) or (count > 0 and steps.exists() and steps.stat().st_size >= count)

@@ -117,7 +117,7 @@ class Struck:
             if after is not None and not struck and time.monotonic() - began >= after:
                 process.send_signal(getattr(signal, fault))
                 struck = True
-            time.sleep(0.01)
+            time.sleep(0.03)
         process.wait()
         assert psutil.wait_procs(family, timeout=20)[1] == [], "processes outlive the command"
         self.said = said.read_text(errors="replace")
