@@ -116,7 +116,8 @@ def test_the_cache_holds_what_the_format_says(run: Run, name: str, bytes_per_pai
 def test_verdicts_follow_the_upper_bound(run: Run) -> None:
     bands = {arm.name: arm.verdict.band for arm in run.report.candidates if arm.verdict}
     assert bands["q8_0"] == bands["k16v8"] == bands["fp8_e4m3"] == "EXCELLENT"
-    assert bands["int4"] in ("DEGRADED", "FAIL")
+    int4 = present(run.arm("int4").verdict)
+    assert (int4.band or int4.at_worst) in ("DEGRADED", "FAIL")  # six windows may not tell which
 
 
 def test_sentinel_windows_replay_the_live_logits(run: Run) -> None:

@@ -174,6 +174,15 @@ def test_missing_shards_are_an_error_or_listed(tmp_path: Path) -> None:
     assert len(checkpoint.files) == 2
 
 
+def test_a_shard_whose_name_no_file_can_have_is_missing(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "m", tensors(), 3)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("model-00002-of-00003", "x" * 300))
+    assert open_checkpoint(folder, complete=False).missing_files == (f"{'x' * 300}.safetensors",)
+    with pytest.raises(InputError, match="1 of 3 weight files are missing"):
+        open_checkpoint(folder)
+
+
 def test_a_tensor_in_two_shards_is_kept_once_and_listed(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "m", tensors(), 2)
     second = folder / "model-00002-of-00002.safetensors"

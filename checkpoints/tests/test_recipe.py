@@ -117,6 +117,11 @@ def test_calibration_documents_are_paragraphs_of_a_text_and_lines_of_jsonl(tmp_p
         ("method: gptq\n", "gptq needs calibration"),
         ("method: rtn\ncalibration: {sources: [{text: words.txt}]}\n", "without calibration"),
         ("method: gptq\ncalibration: {sources: [{text: absent.txt}]}\n", "absent.txt is not a file"),
+        (f"method: gptq\ncalibration: {{sources: [{{text: {'x' * 300}}}]}}\n", "x is not a file"),
+        (
+            "method: gptq\ncalibration: {sources: [{text: ~nobodyx/a}]}\n",
+            "sources: ~nobodyx/a: this machine",
+        ),
         ("method: gptq\ncalibration: {sources: [{text: words.txt}]}\nfidelity: {text: words.txt}\n", "flatters"),
         ("method: rtn\nscheme: {format: W4A16, bits: 8}\n", "W4A16 has 4 bits, not 8"),
         ("method: rtn\nkeep: ['re:(']\n", "is not a regular expression"),

@@ -288,3 +288,33 @@ def test_a_reader_that_stops_reading_is_not_an_error(room: Path) -> None:
     line = f"{sys.executable} -m fidelab compare --help | head -n 1"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", line], cwd=room, capture_output=True, text=True, check=False)
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "compare ~nobodyx/m --engine hf --kv q8_0",
+        "compare fake --engine fake --candidate tilt --text ~nobodyx/t",
+        "compare m.gguf --engine llamacpp --bin ~nobodyx/b --kv q8_0",
+        "compare fake --engine fake --candidate tilt --axes gsm8k --set axes.gsm8k.data=~nobodyx/g",
+        "compare fake --engine fake --candidate tilt --axes rniah --set axes.rniah.haystack=~nobodyx/g",
+        "compare fake --engine fake --candidate tilt --output-dir ~nobodyx/o",
+        "checkpoint audit ~nobodyx/c",
+        "estimate ~nobodyx/m",
+        "serve start ~nobodyx/p.yaml",
+    ],
+)
+def test_the_home_of_a_user_who_does_not_exist_is_one_line(words: str, tmp_path: Path) -> None:
+    done = cli(*words.split(), cwd=tmp_path)
+    assert (done.code, done.out) == (2, "")
+    [line] = done.err.splitlines()
+    assert re.fullmatch(r"fidelab: ~nobodyx/\S+: this machine has no user 'nobodyx'", line)
+
+
+@pytest.mark.parametrize("name", ["FIDELAB_CACHE", "XDG_CONFIG_HOME"])
+def test_a_folder_of_no_user_in_a_variable_is_one_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "~nobodyx/c")
+    done = cli("compare", "m.gguf", "--engine", "llamacpp", "--kv", "q8_0", cwd=tmp_path)
+    assert (done.code, done.err) == (2, "fidelab: ~nobodyx/c: this machine has no user 'nobodyx'\n")

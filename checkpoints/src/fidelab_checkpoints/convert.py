@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from fidelab.core import format_bytes
 from fidelab.core.errors import InputError, OutputError, UnknownNameError, UsageError
+from fidelab.core.paths import expand
 from fidelab.core.scratch import scratch
 from fidelab.models.weights import INDEX
 from fidelab_checkpoints.files import RAW, Checkpoint, TensorInfo, open_checkpoint, to_floats
@@ -190,7 +191,7 @@ def convert(source: str | Path, target: Path, to: str, *, lossy: bool = False, d
         raise UnknownNameError("layout", to, TARGETS)
     if dtype not in DTYPES:
         raise UnknownNameError("data type", dtype, DTYPES)
-    target = target.expanduser().absolute()
+    target = expand(target)
     with open_checkpoint(source) as checkpoint:
         check_target(checkpoint, target)
         if checkpoint.format == "gguf":

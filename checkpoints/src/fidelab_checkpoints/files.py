@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.core.errors import InputError
+from fidelab.core.paths import is_file
 from fidelab.models import embedded, gguf, hub
 from fidelab.models.convert import dequantized
 from fidelab.models.local import SPLIT, local_model, unknown_name
@@ -257,8 +258,8 @@ def _open_folder(folder: Path, name: str, complete: bool) -> Checkpoint:
         files = weight_files(folder)
     else:
         named = [folder / shard for shard in sorted(set(index.values()))]
-        files = tuple(path for path in named if path.is_file())
-        missing = tuple(path.name for path in named if not path.is_file())
+        files = tuple(path for path in named if is_file(path))
+        missing = tuple(path.name for path in named if not is_file(path))
     tensors: dict[str, TensorInfo] = {}
     copies: list[TensorInfo] = []
     for file in files:

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.core.errors import InputError, UsageError
+from fidelab.core.paths import expand
 from fidelab_checkpoints.convert import check_room, check_target, copy_files, whole_folder
 from fidelab_checkpoints.files import RAW, Checkpoint, TensorInfo, open_checkpoint
 from fidelab_checkpoints.modules import text_config
@@ -70,7 +71,7 @@ def make_fragile(source: str | Path, target: Path, *, pairs: int = 2, factor: in
     """
     if factor < 2 or factor & (factor - 1):
         raise UsageError(f"factor {factor} is not a power of two of at least 2; other factors would round the weights")
-    target = target.expanduser().absolute()
+    target = expand(target)
     with open_checkpoint(source) as checkpoint:
         check_target(checkpoint, target)
         projections = _projections(checkpoint)

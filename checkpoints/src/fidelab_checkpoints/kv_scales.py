@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 
 from fidelab.core import plain_json
 from fidelab.core.errors import InputError
+from fidelab.core.paths import expand
 from fidelab.models.weights import INDEX
 from fidelab_checkpoints.convert import check_room, check_target, copy_files, whole_folder
 from fidelab_checkpoints.files import Checkpoint, open_checkpoint
@@ -53,7 +54,7 @@ def write_kv_scales(
         InputError: as :func:`refuse_unscalable`, or if a layer has no scales or one that is not positive.
         OutputError: ``target`` cannot be written.
     """
-    target = target.expanduser().absolute()
+    target = expand(target)
     with open_checkpoint(source) as checkpoint:
         attentions = _attentions(checkpoint)
         check_target(checkpoint, target)

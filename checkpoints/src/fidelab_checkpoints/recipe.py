@@ -18,6 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from fidelab.config.load import read_yaml, validate_as
 from fidelab.core.errors import ConfigError, InputError
+from fidelab.core.paths import expand, is_file
 from fidelab_checkpoints.files import Checkpoint
 from fidelab_checkpoints.modules import Module, modules_of
 
@@ -180,11 +181,11 @@ def read_recipe(path: Path) -> Recipe:
         ConfigError: If the file is missing, is not YAML, or has an unknown key (the message names the nearest) or an
             invalid value.  A recipe of llm-compressor is named, with the keys that say the same here.
     """
-    content = read_yaml(path)
+    content = read_yaml(path, keys="'method:' and 'scheme:'", kind="a recipe")
     if said := _of_llm_compressor(content):
         raise ConfigError(f"{path} is {said}")
     recipe = validate_as(Recipe, content, str(path))
-    base = path.expanduser().absolute().parent
+    base = expand(path).parent
     if recipe.fidelity is not None and recipe.fidelity.text not in ("default", "wikitext-2"):
         text = _file(path, base, "fidelity.text", recipe.fidelity.text)
         recipe = recipe.model_copy(update={"fidelity": recipe.fidelity.model_copy(update={"text": text})})
@@ -234,8 +235,11 @@ def _of_llm_compressor(content: Any) -> str:
 
 
 def _file(path: Path, base: Path, key: str, name: str) -> str:
-    file = (base / Path(name).expanduser()).resolve()
-    if not file.is_file():
+    try:
+        file = (expand(name) if name.startswith("~") else base / name).resolve()
+    except InputError as error:
+        raise ConfigError(f"{path}: {key}: {error}") from None
+    if not is_file(file):
         raise ConfigError(f"{path}: {key}: {file} is not a file")
     return str(file)
 

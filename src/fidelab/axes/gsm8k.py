@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -32,6 +31,7 @@ from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate, Tokens
 from fidelab.core import canonical_json
 from fidelab.core.errors import InputError
+from fidelab.core.paths import expand
 from fidelab.inputs.gsm8k import ask, extract_answer, load_problems, load_shots, truncate_answer
 from fidelab.metrics.intervals import (
     RatioItems,
@@ -76,7 +76,7 @@ class GSM8KSettings(AxisSettings):
     @field_validator("data")
     @classmethod
     def _from_any_folder(cls, name: str) -> str:
-        return name if name == "gsm8k" else str(Path(name).expanduser().absolute())
+        return name if name == "gsm8k" else str(expand(name))
 
 
 class GSM8K(AnswersAxis):

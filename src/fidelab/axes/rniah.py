@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -37,6 +36,7 @@ from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate, Request, Timed
 from fidelab.core import canonical_json
 from fidelab.core.errors import InputError, UsageError
+from fidelab.core.paths import expand
 from fidelab.inputs.haystack import load_haystack
 from fidelab.inputs.needles import FIXED_CODE, Needles, Style, build_prompt, draw_needles
 from fidelab.metrics.intervals import PairedDifference
@@ -101,7 +101,7 @@ class RNIAHSettings(AxisSettings):
     @field_validator("haystack")
     @classmethod
     def _from_any_folder(cls, name: str) -> str:
-        return name if name in ("default", "wikitext-2") else str(Path(name).expanduser().absolute())
+        return name if name in ("default", "wikitext-2") else str(expand(name))
 
     @field_validator("positions")
     @classmethod

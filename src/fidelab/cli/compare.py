@@ -15,6 +15,7 @@ from fidelab.cli.check import check_conditions, exit_on_conditions, read_conditi
 from fidelab.cli.defaults import use_defaults
 from fidelab.cli.output import command_line, exit_on, failures, note, show_report, show_study
 from fidelab.cli.rules import BORROWED, check_flags, given_flags
+from fidelab.core.paths import expand
 
 if TYPE_CHECKING:
     from fidelab.config.schema import Experiment
@@ -307,7 +308,7 @@ def _axes(axes: options.AxesOptions, *, borrowed: bool, looks: bool) -> dict[str
 def _borrowed(reference: str, places: Sequence[str] | None, model: str | None, *, own: bool) -> str | None:
     """Return the place of a packed reference, or the file of its rows; ``None`` for a reference that runs here."""
     if own:
-        return reference if Path(reference).expanduser().exists() else None
+        return reference if expand(reference).exists() else None
     from fidelab.models import resolve
     from fidelab.references.borrow import HUB, find_for
 
@@ -316,7 +317,7 @@ def _borrowed(reference: str, places: Sequence[str] | None, model: str | None, *
         place = find_for(resolve(model or ""), places or [], lambda text: note(f"fidelab: {text}"))
         where = f"found {place}" if place else f"none of {len(places or [])} places has one, it runs here"
         note(f"fidelab: reference of {model}: {where}")
-    elif not reference.startswith(HUB) and not Path(reference).expanduser().is_dir():
+    elif not reference.startswith(HUB) and not expand(reference).is_dir():
         place = None
     return place
 

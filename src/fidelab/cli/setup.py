@@ -14,6 +14,7 @@ from fidelab.cli.commands import Commands
 from fidelab.cli.output import note, open_console, say, say_fact, waiting
 from fidelab.core import shell_line
 from fidelab.core.errors import UnknownNameError
+from fidelab.core.paths import expand
 
 if TYPE_CHECKING:
     from fidelab.environments.listing import InstalledEngine
@@ -210,7 +211,7 @@ def clean(
             if store.is_dir() or captures_dir is not None:
                 going += [one for one in outputs.collect_garbage(store, dry_run=not remove) if one not in going]
         else:
-            folder = environments.get(name, Path(name).expanduser().absolute())
+            folder = environments.get(name, expand(name))
             if name not in environments and not folder.exists():
                 raise UnknownNameError("row", name, [*environments, "models", "outputs"])
             size = _size(folder)

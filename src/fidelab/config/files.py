@@ -13,6 +13,7 @@ from typing import Any
 
 from fidelab.config.arms import arm_fields
 from fidelab.core.errors import ConfigError, InputError
+from fidelab.core.paths import expand
 from fidelab.models.local import SPLIT, local_model
 
 _WILD = re.compile(r"[*?\[]")
@@ -36,7 +37,7 @@ def expand_files(data: Mapping[str, Any], where: str) -> tuple[dict[str, Any], t
     for candidate in candidates:
         fields = _fields(candidate)
         pattern = fields.get("model")
-        if not isinstance(pattern, str) or not _WILD.search(pattern) or Path(pattern).expanduser().exists():
+        if not isinstance(pattern, str) or not _WILD.search(pattern) or expand(pattern).exists():
             expanded.append(candidate)
             continue
         base = data.get("model")
@@ -72,7 +73,7 @@ def _models(pattern: str, base: str, where: str) -> tuple[list[Path], list[str]]
     """Return the models of a pattern without the reference's, and a line for each file that is left out."""
     own = _resolved(base)
     files, left = list[Path](), list[str]()
-    found = sorted(Path(name).absolute() for name in glob.glob(str(Path(pattern).expanduser()), recursive=True))  # noqa: PTH207
+    found = sorted(Path(name).absolute() for name in glob.glob(str(expand(pattern)), recursive=True))  # noqa: PTH207
     for path in found:
         if path.resolve() == own:
             continue

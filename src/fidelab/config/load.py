@@ -16,24 +16,31 @@ from fidelab.core.errors import ConfigError, listed, nearest_first
 Model = TypeVar("Model", bound=BaseModel)
 _MOST_BYTES, _MOST_LEVELS, _MOST_VALUES = 1 << 20, 40, 100_000  # most values of settings: far more than people write
 
+_EXPERIMENT = "an experiment file"
 
-def read_yaml(path: Path, overrides: Sequence[str] = (), keys: str = "'model:' and 'candidates:'") -> dict[str, Any]:
+
+def read_yaml(
+    path: Path,
+    overrides: Sequence[str] = (),
+    keys: str = "'model:' and 'candidates:'",
+    kind: str = _EXPERIMENT,
+) -> dict[str, Any]:
     """Return the keys of a settings file, with ``a.b=c`` overrides applied.
 
-    ``keys``: examples of the expected keys, for the error message.
+    ``keys``: examples of the expected keys; ``kind``: of file, as errors name it.
 
     Raises:
         ConfigError: If the file is missing, is not UTF-8 or YAML, or has no keys.  The message names the place.
     """
-    data = parse_yaml(read_text(path), path)
+    data = parse_yaml(read_text(path, kind), path)
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected keys like {keys}, found {type(data).__name__}")
     apply_overrides(data, overrides)
     return data
 
 
-def read_text(path: Path) -> str:
-    """Return the text of a settings file.
+def read_text(path: Path, kind: str = _EXPERIMENT) -> str:
+    """Return the text of a settings file; ``kind``: of file, as errors name it.
 
     Raises:
         ConfigError: If the file is missing, is a folder, pipe or device, is longer than 1 MiB, or is not UTF-8.
@@ -41,11 +48,10 @@ def read_text(path: Path) -> str:
     try:
         return read_file(path, _MOST_BYTES).decode("utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist; name an experiment file") from None
+        raise ConfigError(f"{path} does not exist; name {kind}") from None
     except IsADirectoryError:
-        raise ConfigError(
-            f"{path} is a folder; name an experiment file, or resume a run with: {resume_line(path)}"
-        ) from None
+        resume = f", or resume a run with: {resume_line(path)}" if kind == _EXPERIMENT else ""
+        raise ConfigError(f"{path} is a folder; name {kind}{resume}") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fidelab.core.errors import ConfigError, listed, nearest_first
+from fidelab.core.paths import expand
 
 
 class UserOption(NamedTuple):
@@ -38,7 +39,7 @@ USER_OPTIONS: Mapping[str, UserOption] = {
 
 def config_file() -> Path:
     """Return the path of the user's file; it may not exist."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "fidelab" / "config.yaml"
+    return expand(os.environ.get("XDG_CONFIG_HOME") or "~/.config") / "fidelab" / "config.yaml"
 
 
 def user_defaults() -> dict[str, str]:
@@ -66,7 +67,7 @@ def user_defaults() -> dict[str, str]:
         if not isinstance(value, str) or not value.strip():
             raise ConfigError(f"{path}: {name}: write one text or number")
         text = value.strip()
-        found[name] = str(Path(text).expanduser()) if name == "output-dir" else text
+        found[name] = str(expand(text)) if name == "output-dir" and text.startswith("~") else text
     return found
 
 

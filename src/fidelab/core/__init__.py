@@ -25,6 +25,7 @@ from typing import IO, Any
 
 from fidelab.core.errors import NotSupportedError, OutputError, UsageError
 from fidelab.core.locks import lock
+from fidelab.core.paths import expand
 from fidelab.core.serial import OMIT, AsText
 
 _CACHE_PARAMETERS = ("cache", "past_key_values", "cache_params")
@@ -94,8 +95,8 @@ def cache_dir() -> Path:
     """Return ``$FIDELAB_CACHE``, else ``fidelab`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``; it may not exist."""
     folder = os.environ.get("FIDELAB_CACHE")
     if folder:
-        return Path(folder).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "fidelab"
+        return expand(folder)
+    return expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "fidelab"
 
 
 def state_dir() -> Path:
@@ -103,7 +104,7 @@ def state_dir() -> Path:
 
     Unlike this folder, the cache may be shared by several users.
     """
-    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "fidelab"
+    return expand(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "fidelab"
 
 
 def finite(value: Any) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 from fidelab.core.errors import InputError
 
 
-def expand(path: str) -> Path:
+def expand(path: str | Path) -> Path:
     """Return the absolute path of a path that a user wrote.
 
     Raises:
@@ -17,8 +17,16 @@ def expand(path: str) -> Path:
     """
     try:
         return Path(path).expanduser().absolute()
-    except RuntimeError as error:  # "~nobody"
-        raise InputError(f"{path}: {error}") from None
+    except RuntimeError:
+        raise InputError(f"{path}: this machine has no user {str(path).partition('/')[0][1:]!r}") from None
+
+
+def is_file(path: Path) -> bool:
+    """Return whether a path is that of a file, also where its name comes from a file and no file can have it."""
+    try:
+        return path.is_file()
+    except OSError:  # too long, say
+        return False
 
 
 def expand_existing(value: str, reserved: Collection[str] = ()) -> str:

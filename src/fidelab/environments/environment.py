@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fidelab.core import Arm, digest, plain_json, write_atomically
 from fidelab.core.errors import EngineError, InputError, UsageError
+from fidelab.core.paths import expand
 from fidelab.engines import ENGINES
 from fidelab.engines.installed import is_installed
 from fidelab.engines.k16v8 import K16V8, missing
@@ -195,7 +196,7 @@ def interpreter(python: str) -> str:
     Raises:
         UsageError: If the interpreter does not exist.
     """
-    path = shutil.which(Path(python).expanduser()) if "~" in python else shutil.which(python)
+    path = shutil.which(expand(python)) if "~" in python else shutil.which(python)
     if path is None:
         where = "is not a program" if os.sep in python else "is not on PATH"
         raise UsageError(f"--python {python}: {where}; name the interpreter of the engine's environment (…/bin/python)")
@@ -295,7 +296,7 @@ def shim(folder: str) -> str:
     Raises:
         InputError: If the folder does not exist.
     """
-    path = Path(folder).expanduser().absolute()
+    path = expand(folder)
     if not path.is_dir():
         raise InputError(f"shim folder {folder}: {'not a folder' if path.exists() else 'does not exist'}")
     return str(path)

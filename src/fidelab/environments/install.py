@@ -22,6 +22,7 @@ from typing import IO
 from fidelab.core import digest
 from fidelab.core.errors import EngineError, OutputError, UsageError
 from fidelab.core.locks import lock
+from fidelab.core.paths import expand
 from fidelab.engines import ENGINES
 from fidelab.environments.environment import MARKER, Environment, read_marker, write_marker
 from fidelab.environments.listing import listing
@@ -99,7 +100,7 @@ def install(
         EngineError: If a step fails, or the engine does not run.  The output is kept in a file that the message names.
             A previous environment is restored.
     """
-    folder = folder.expanduser().absolute()
+    folder = expand(folder)
     shims = tuple(str(data_path(name)) for name in recipe.shims)
     environment = Environment(recipe.engine, str(folder / "bin" / "python"), pythonpath=shims)
     try:

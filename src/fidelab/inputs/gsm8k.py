@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fidelab.core.errors import InputError
+from fidelab.core.paths import expand
 from fidelab.core.registry import require
 from fidelab.inputs.files import DATA, json_lines
 
@@ -77,7 +78,7 @@ def load_problems(source: str, limit: int | None = None) -> tuple[Problem, ...]:
     if source == "gsm8k":
         rows = [(f"gsm8k test set, row {n}", n, row) for n, row in enumerate(_from_hub(), 1)]
     else:
-        rows = _from_file(Path(source).expanduser())
+        rows = _from_file(expand(source))
     if not rows:
         raise InputError(f"GSM8K problems {source}: there is none")
     return tuple(_problem(*row) for row in rows[:limit])

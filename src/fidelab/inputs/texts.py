@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fidelab.core.errors import InputError
+from fidelab.core.paths import expand
 from fidelab.core.registry import require
 from fidelab.inputs.files import DATA, json_lines, read_utf8
 from fidelab.inputs.tokens import Tokenizer
@@ -79,7 +80,7 @@ def load_text(name_or_path: str | Path, tokenizer: Tokenizer | None = None) -> T
     elif name == "default":
         content = "\n".join(read_utf8(DATA / name, "text") for name in _BUNDLED)
     else:
-        path = Path(name).expanduser()
+        path = expand(name)
         if not path.is_file():
             raise InputError(
                 f"no text {name!r}: write default, domains, agents, wikitext-2 or the path of a UTF-8 file"

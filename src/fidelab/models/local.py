@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fidelab.core import format_bytes
 from fidelab.core.errors import InputError
+from fidelab.core.paths import expand
 from fidelab.models.gguf import Header, read_header
 from fidelab.models.weights import read_json
 
@@ -93,7 +94,7 @@ def local_model(name: str) -> Path | None:
             further part of a split model, a Git LFS pointer, a web page, an archive, an unfinished or empty download, a
             folder of several models. The message says what it is and what to pass instead.
     """
-    path = Path(name).expanduser().absolute()
+    path = expand(name)
     try:
         if name and path.is_dir():
             return _folder(path, name)

@@ -16,6 +16,7 @@ from typing import Any
 from fidelab.captures.container import Entry, read_header
 from fidelab.core import canonical_json, digest, read_file, sha256_of, strict_json, usable_cores, write_atomically
 from fidelab.core.errors import InputError, OutputError
+from fidelab.core.paths import is_file
 from fidelab.models import reading
 from fidelab.models.cache import cache_dir
 
@@ -76,7 +77,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     index = folder / INDEX
     if index.is_file():
         names = sorted(set(read_index(index).values()))
-        missing = [name for name in names if not (index.parent / name).is_file()]
+        missing = [name for name in names if not is_file(index.parent / name)]
         if missing:
             raise InputError(
                 f"{index.parent} is incomplete: {len(missing)} of {len(names)} weight files are missing, "

@@ -618,7 +618,7 @@ def _check_kv_names(experiment: Experiment, engines: Engines) -> None:
 
 def _folder(path: Path, what: str) -> Path:
     """An existing or creatable folder, absolute."""
-    path = path.expanduser().absolute()
+    path = expand(path)
     for part in (path, *path.parents):
         if part.exists():
             if not part.is_dir():

@@ -45,6 +45,7 @@ from fidelab.core import (
 )
 from fidelab.core.errors import UNTRUSTED_DATA_ERRORS, FidelabError, InputError, OutputError, UsageError
 from fidelab.core.names import AUTO_TEXT
+from fidelab.core.paths import expand
 from fidelab.core.runtime import RuntimeInfo
 from fidelab.core.sequence import KVLayer, SequenceBytes, StoreBytes
 from fidelab.core.serial import to_json
@@ -334,7 +335,7 @@ def _base_of(experiment: Experiment) -> BaseFile | None:
     """
     if experiment.reference_from is None:
         return None
-    path = Path(experiment.reference_from).expanduser()
+    path = expand(experiment.reference_from)
     if not is_base_file(path):
         raise UsageError(
             f"--reference {experiment.reference_from}: with --bin it is a KV format, or a file that llama-perplexity "

@@ -25,6 +25,7 @@ from fidelab.config.schema import EngineConfig, Experiment
 from fidelab.config.trust import remember
 from fidelab.core import Status, usable_cores
 from fidelab.core.errors import FidelabError
+from fidelab.core.paths import expand
 from fidelab.engines.base import engine_class
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.texts import load_text
@@ -129,7 +130,7 @@ def experiments_of(cross: CrossEngine) -> dict[str, Experiment]:
 def line_failure(cross: CrossEngine, line: EngineLine, error: FidelabError) -> str:
     """Return why a line cannot run, with what to do where its files are missing."""
     text, gguf = str(error), engine_class(line.engine.name).checkpoint_format == "gguf"
-    if line.model is not None and line.model.endswith(".gguf") and not Path(line.model).expanduser().exists():
+    if line.model is not None and line.model.endswith(".gguf") and not expand(line.model).exists():
         source = cross.model if not cross.model.endswith(".gguf") else "the model"
         return f"{text}; make it from {source} with llama.cpp's convert_hf_to_gguf.py, or name another file"
     if line.model is None and gguf and "none: pass" in text:

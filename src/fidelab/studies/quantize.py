@@ -21,6 +21,7 @@ from typing import Any
 from fidelab.config.experiment import validate
 from fidelab.core import canonical_json, digest, plain_json, write_atomically
 from fidelab.core.errors import EngineError, InputError, OutputError, UsageError
+from fidelab.core.paths import expand
 from fidelab.engines import DEFAULT
 from fidelab.environments.checkpoints import checkpoints
 from fidelab.environments.environment import Environment, engines_dir, interpreter, link_folder, read_marker
@@ -87,7 +88,7 @@ def quantize(
         EngineError: If the tool is not installed, or failed.
     """
     recipe = checkpoints.read_recipe(recipe_file)
-    output = output.expanduser().absolute()
+    output = expand(output)
     work = output.with_name(f"{output.name}.work")
     if output.exists():
         raise UsageError(f"{output} exists; name another folder with --output")

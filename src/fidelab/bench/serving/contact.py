@@ -23,6 +23,7 @@ from fidelab.bench.load.server_metrics import Scraper
 from fidelab.bench.serving.settings import ServingSettings
 from fidelab.captures.requests import Tokens
 from fidelab.core.errors import EngineError, InputError
+from fidelab.core.paths import expand
 from fidelab.engines.openai.dialects import first_choice, mapping, number
 from fidelab.engines.openai.http import Client, Refused, is_local, split_url
 from fidelab.engines.openai.named import misnamed
@@ -251,7 +252,7 @@ def _tokenizer(settings: ServingSettings, server: Server) -> Tokenizer:
     if settings.model is not None or not Path(server.model).is_absolute() or is_local(settings.base_url):
         # The tokenizer if it is on this machine, else `None`. Nothing is fetched.
         name = settings.model or server.model
-        present = any(model.name == name and model.present for model in listing()) or Path(name).expanduser().exists()
+        present = any(model.name == name and model.present for model in listing()) or expand(name).exists()
         try:
             if present:
                 tokenizer = _load_tokenizer(name)
@@ -273,7 +274,7 @@ def _load_tokenizer(name: str) -> Tokenizer:
     Raises:
         InputError: If there is no such tokenizer.
     """
-    if name in NAMES or Path(name).expanduser().exists() or name.count("/") != 1 or name.startswith(("/", ".", "~")):
+    if name in NAMES or expand(name).exists() or name.count("/") != 1 or name.startswith(("/", ".", "~")):
         return Tokenizer.load(resolve(name))
     return _of_hub(name, fetch=True)
 

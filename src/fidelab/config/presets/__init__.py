@@ -19,6 +19,7 @@ from fidelab.config.load import read_yaml, validate_as
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment, Preset, merged_fields
 from fidelab.config.serve import variable_settings
 from fidelab.core.errors import ConfigError, FidelabError, UnknownNameError, UsageError
+from fidelab.core.paths import expand
 from fidelab.engines import ENGINES
 from fidelab.engines.options import own_flag
 
@@ -40,7 +41,7 @@ class PresetFile:
 
 def user_folder() -> Path:
     """Return the folder of the user's presets: ``fidelab/presets`` in ``$XDG_CONFIG_HOME``, else in ``~/.config``."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "fidelab" / "presets"
+    return expand(os.environ.get("XDG_CONFIG_HOME") or "~/.config") / "fidelab" / "presets"
 
 
 def listing() -> dict[str, PresetFile]:
@@ -66,7 +67,7 @@ def find_preset(name: str, engine: str | None = None) -> PresetFile:
         UnknownNameError: If no preset has this name, or not for this engine.  The message lists those that exist.
     """
     if os.sep in name or name.endswith(_SUFFIXES):
-        path = Path(name).expanduser()
+        path = expand(name)
         if not path.exists():
             raise ConfigError(f"{name} does not exist; name a preset (fidelab serve presets) or the file of one")
         return PresetFile(path.stem, path, own=False)

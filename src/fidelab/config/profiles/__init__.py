@@ -192,7 +192,7 @@ def load_profile(name: str, trusted: Sequence[Path] = ()) -> Profile:
             f"{name} may run any command of fidelab, which a file may not do unasked: if you trust it, add "
             f"{shell_line('--trust', name)}"
         )
-    data = read_yaml(path, keys="'kind: profile' and 'stages:'")
+    data = read_yaml(path, keys="'kind: profile' and 'stages:'", kind="the file of a profile")
     if data.get("kind") != "profile":
         raise ConfigError(
             f"{name} is not a profile: 'kind: profile' is missing (an experiment is run by fidelab compare -f)"

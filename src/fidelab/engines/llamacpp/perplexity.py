@@ -16,6 +16,7 @@ from typing import ClassVar
 
 from fidelab.core import Arm, KVSpec, digest, shell_line
 from fidelab.core.errors import InputError, UsageError, nearest_first
+from fidelab.core.paths import expand
 
 PROGRAM = "llama-perplexity"
 _BELOW = ("", "bin", "build/bin", "build/bin/Release", "build/bin/RelWithDebInfo")  # as CMake and releases lay it out
@@ -137,7 +138,7 @@ class PerplexityTool:
         Raises:
             InputError: If there is none, it does not start, or it is too old.  The message says what to do.
         """
-        place = Path(folder).expanduser().absolute()
+        place = expand(folder)
         names = (PROGRAM, f"{PROGRAM}.exe")
         own = [place] if place.is_file() else [place / below / name for below in _BELOW for name in names]
         path = next((path for path in own if path.is_file()), None)
