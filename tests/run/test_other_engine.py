@@ -70,6 +70,7 @@ def test_the_command_runs_where_it_is_shown_and_only_exports_strip_the_path(
         command_note="",
     )
     report = sample_report(recommendation=shown)
+    report = report.model_copy(update={"reference": report.reference.model_copy(update={"model": str(model)})})
     assert command("q8_0", model=str(model)) == whole
     assert whole in html.unescape(render_html(report))
     model.parent.mkdir()
@@ -83,6 +84,7 @@ def test_the_command_runs_where_it_is_shown_and_only_exports_strip_the_path(
         file = io.StringIO()
         render_text(report, Console(file=file, width=200))
         assert f"Next    fidelab compare {path} --engine llamacpp --kv q8_0\n" in file.getvalue()
+        assert file.getvalue().partition(" · ")[0] == path.strip("'")
     assert "fidelab compare tiny --engine llamacpp --kv q8_0" in render_markdown(report)
     assert str(tmp_path) not in render_markdown(report)
 

@@ -59,7 +59,9 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
     """
     view = build_view(report)
     line = partial(print_line, console)
-    line(" · ".join((view.title, *view.facts)), "bold")
+    model = report.reference.model
+    title = view.title.replace(one_line(model), one_line(path_from_here(model)), 1)
+    line(" · ".join((title, *view.facts)), "bold")
     if view.failures:
         print_line(console, "failed or not measurable:", "red")
         for failure in view.failures:
