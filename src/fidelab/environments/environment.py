@@ -196,7 +196,7 @@ def interpreter(python: str) -> str:
     Raises:
         UsageError: If the interpreter does not exist.
     """
-    path = shutil.which(expand(python)) if "~" in python else shutil.which(python)
+    path = shutil.which(expand(python)) if python.startswith("~") else shutil.which(python)
     if path is None:
         where = "is not a program" if os.sep in python else "is not on PATH"
         raise UsageError(f"--python {python}: {where}; name the interpreter of the engine's environment (…/bin/python)")
