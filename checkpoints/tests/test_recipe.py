@@ -163,3 +163,10 @@ def test_a_recipe_of_llm_compressor_is_named_with_the_keys_that_say_the_same(
     with pytest.raises(ConfigError) as caught:
         read_recipe(path)
     assert str(caught.value) == f"{path} is llm-compressor's own recipe {said}"
+
+
+def test_a_recipe_that_is_not_there_is_called_a_recipe(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml does not exist; name a recipe$"):
+        read_recipe(tmp_path / "absent.yaml")
+    with pytest.raises(ConfigError, match=r"is a folder; name a recipe$"):
+        read_recipe(tmp_path)

@@ -141,3 +141,13 @@ def test_sizes_are_shown_in_a_unit_that_shows_each() -> None:
     assert format_bytes(3 << 20, 1 << 10) == ["3,072.00 KiB", "1.00 KiB"]
     assert format_bytes(57, 0) == ["57 bytes", "0 bytes"]
     assert format_bytes(0) == ["0 bytes"]
+
+
+@pytest.mark.parametrize(("opens", "closes"), [("[", "]"), ('{"a":', "}"), ('[1,{"a":', "}]")])
+def test_64_levels_are_read_and_65_are_refused(opens: str, closes: str) -> None:
+    each = opens.count("[") + opens.count("{")
+    whole, rest = divmod(64, each)
+    inner = "[" * rest + "1" + "]" * rest
+    plain_json(opens * whole + inner + closes * whole)
+    with pytest.raises(ValueError, match="nested deeper than 64 levels"):
+        plain_json(opens * whole + f"[{inner}]" + closes * whole)
