@@ -24,6 +24,7 @@ from fidelab.environments.asked import native_kv
 from fidelab.models import pull, resolve
 from fidelab.plan.arms import same_attention
 from fidelab.plan.build import Plan
+from fidelab.plan.memory import rank_remarks
 from fidelab.plan.prepare import prepare
 from fidelab.plan.resolve import Settings, convert_weights, resolve_experiment
 from tests.engines.openai_server import Served, save_model, serving
@@ -381,6 +382,33 @@ def test_gpus_of_a_cluster_are_not_looked_for_here(tmp_path: Path, tiny: Path) -
     assert {arm.device for arm in settings.roles.values()} == {"cuda"}
 
 
+@pytest.mark.parametrize(
+    ("device", "gpus", "said"),
+    [
+        ("cuda", 2, ["tensor parallelism over 8 asks for 8 GPUs, this machine has 2"]),
+        (
+            "cpu",
+            0,
+            ["tensor parallelism over 8 asks for 8 GPUs, this machine has none; here 8 processes share its processor"],
+        ),
+        ("cuda", 8, []),
+        ("cuda", 0, []),
+    ],
+    ids=["too few", "no GPU", "enough", "a driver that tells no number"],
+)
+def test_more_ranks_than_gpus_are_one_line_of_the_plan(
+    device: str, gpus: int, said: list[str], tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fidelab.plan.memory.gpu_memory", lambda: (2.0**34,) * gpus)
+    settings = _hf(tmp_path, tiny)
+    arms = {
+        name: replace(one, arm=replace(one.arm, device=device, options=(("tp", "8"),)))
+        for name, one in settings.resolved.items()
+    }
+    assert [*rank_remarks(replace(settings, resolved=arms))] == said
+    assert [*rank_remarks(settings)] == []
+
+
 @pytest.mark.usefixtures("login")
 def test_an_arm_of_a_cluster_s_gpus_is_refused_where_it_would_run_but_its_options_before(tmp_path: Path) -> None:
     there = _settings(tmp_path, candidates=["refused"], device="cuda", executor={"name": "ray"})
@@ -432,6 +460,22 @@ def test_a_pasted_command_is_planned_without_its_engine_and_not_run(
     assert remark.endswith("; planned without asking it")
     with pytest.raises(EngineError, match="engine llamacpp is not installed"):
         prepare(experiment)
+
+
+def test_the_plan_of_a_pasted_command_says_how_many_gpus_it_asks_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fidelab.environments.environment.provided_here", lambda cls: not cls.packages)
+    monkeypatch.setattr("fidelab.plan.memory.gpu_memory", lambda: (2.0**34,))
+    model = save_model(tmp_path)
+    served = read_served(f"vllm serve {model} --tensor-parallel-size 8 --dtype float32", lambda engine: {})
+    data = {
+        "candidates": [read_change("--kv-cache-dtype fp8_e4m3", served, lambda engine: {})],
+        "axes": {"kld": {"windows": 2, "n_ctx": 32}},
+    }
+    show_plan(validate({**served.settings(), **data, "output_dir": str(tmp_path)}, "test"), as_json=True)
+    remarks = json.loads(capsys.readouterr().out)["remarks"]
+    assert [remark for remark in remarks if remark.startswith("tensor parallelism over 8 asks for 8 GPUs")], remarks
 
 
 def test_a_candidate_that_computes_what_the_reference_does_is_named_in_the_plan(tmp_path: Path) -> None:

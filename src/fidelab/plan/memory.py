@@ -1,7 +1,8 @@
-"""Memory that the configurations of a run need for their weights, next to what this machine has."""
+"""Memory and GPUs that the configurations of a run ask for, next to what this machine has."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fidelab.engines.server_settings import count_of
@@ -39,9 +40,34 @@ def memory_needs(settings: Settings) -> tuple[MemoryNeed, ...]:
     return tuple(found.values())
 
 
+def rank_remarks(settings: Settings) -> Iterator[str]:
+    """Say where tensor parallelism asks for more GPUs than this machine has, a line for each number of them.
+
+    A cluster and servers elsewhere have none.
+    """
+    if settings.experiment.executor.name != "local":
+        return
+    here = max(len(gpu_memory()), len(graphics().get("gpus", [])))
+    for ranks, on_gpus in dict.fromkeys(_ranks(one) for one in settings.resolved.values() if _runs_here(one)):
+        if ranks <= here or ranks == 1 or (on_gpus and not here):  # a driver that tells no number
+            continue
+        shared = "" if on_gpus else f"; here {ranks} processes share its processor"
+        yield f"tensor parallelism over {ranks} asks for {ranks} GPUs, this machine has {here or 'none'}{shared}"
+
+
+def _ranks(resolved: ResolvedArm) -> tuple[int, bool]:
+    """Processes that share the model's layers, and whether each has a GPU."""
+    arm = resolved.arm
+    return max(1, count_of(dict(arm.options).get("tp", "")) or 1), arm.device.startswith("cuda")
+
+
+def _runs_here(resolved: ResolvedArm) -> bool:
+    return not (resolved.borrowed or resolved.model.kind == "fake" or resolved.engine_class.is_server)
+
+
 def _need(resolved: ResolvedArm) -> MemoryNeed | None:
     arm, model = resolved.arm, resolved.model
-    if resolved.borrowed or model.kind == "fake" or resolved.engine_class.is_server or not model.parameters:
+    if not _runs_here(resolved) or not model.parameters:
         return None
     kept = quantized_as(model) and quantized_as(model) not in resolved.engine_class.dequantizes
     stored = resolved.engine_class.checkpoint_format == "gguf" or (model.gguf is None and bool(kept))
@@ -49,7 +75,7 @@ def _need(resolved: ResolvedArm) -> MemoryNeed | None:
     dtype = "its stored types" if stored else arm.dtype
     if arm.device.startswith("cuda"):
         sizes, names = gpu_memory(), graphics().get("gpus", [])
-        count = max(1, count_of(dict(arm.options).get("tp", "")) or 1)
+        count, _ = _ranks(resolved)
         if len(sizes) < count:
             return None
         of = names[0] if count == 1 and names else f"{count} GPUs"

@@ -27,6 +27,7 @@ from fidelab.plan.build import Plan, build_plan
 from fidelab.plan.capacity import capacity_question
 from fidelab.plan.deploy import ResolvedArm
 from fidelab.plan.estimate import Estimate, check_disk, estimate
+from fidelab.plan.memory import rank_remarks
 from fidelab.plan.resolve import Settings, convert_weights, refuse_same_server, resolve_experiment
 from fidelab.plan.speed import speed_work
 from fidelab.references.borrow import borrow, check_model
@@ -110,7 +111,9 @@ def prepare(
     plan = build_plan(converted, inputs, replicate)
     if inputs.traffic is not None:
         plan = replace(plan, remarks=(*traffic_remarks(tokenizer, inputs.traffic), *plan.remarks))
-    plan = replace(plan, remarks=(*plan.remarks, *_fragile_keys(settings), *_windows(settings)))
+    plan = replace(
+        plan, remarks=(*plan.remarks, *rank_remarks(settings), *_fragile_keys(settings), *_windows(settings))
+    )
     if only is None:
         refuse_same_server(settings)
     else:
