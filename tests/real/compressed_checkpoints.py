@@ -31,10 +31,9 @@ def main(folder: Path, schemes: list[str]) -> None:
         quantized = model()
         groups = {"group_0": preset_name_to_scheme(name, ["Linear"])}
         apply_quantization_config(quantized, QuantizationConfig(config_groups=groups, ignore=["lm_head"]))
-        for module in quantized.modules():
-            scheme = getattr(module, "quantization_scheme", None)
-            if scheme is None:
-                continue
+        scales = {path: generate_gparam(*layer.weight.data.float().aminmax()) for path, layer in _layers(quantized)}
+        for path, module in _layers(quantized):
+            scheme = module.quantization_scheme
             weights, values = scheme.weights, module.weight.data.float()
             rows = len(values)
             total: dict[str, Any] = {}
@@ -47,8 +46,9 @@ def main(folder: Path, schemes: list[str]) -> None:
             else:
                 parts = values.reshape(rows, 1, -1)
             if weights.strategy == "tensor_group":
-                total["global_scale"] = generate_gparam(values.min(), values.max())
-                module.weight_global_scale.data = total["global_scale"].reshape(1).float()
+                siblings = [scale for other, scale in scales.items() if _fused(other) == _fused(path)]
+                total["global_scale"] = min(siblings)  # one for all layers that engines fuse, as llm-compressor has it
+                module.weight_global_scale.data = total["global_scale"].reshape(1).float().clone()
             low, top = parts.amin(over), parts.amax(over)
             if weights.strategy == "tensor":
                 low, top = low.min().reshape(1), top.max().reshape(1)
@@ -56,14 +56,29 @@ def main(folder: Path, schemes: list[str]) -> None:
             for part, value in (("weight_scale", scale), ("weight_zero_point", zero)):
                 if (old := getattr(module, part, None)) is not None:
                     old.data = value.to(old.dtype).reshape(old.shape)
-            for part in ("input_scale", "input_global_scale"):  # of activations, which no data calibrates here
+            largest = torch.tensor([16.5])  # of activations, which no data calibrates here
+            inputs = {"input_scale": largest / 448, "input_global_scale": generate_gparam(-largest, largest)}
+            for part, value in inputs.items():
                 if hasattr(module, part):
-                    getattr(module, part).data.fill_(0.037)
+                    getattr(module, part).data.fill_(value.item())
         compressor = ModelCompressor.from_pretrained_model(quantized)
         compressor.compress_model(quantized)
         quantized.save_pretrained(folder / name)
         compressor.update_config(str(folder / name))
     (folder / "said.json").write_text(json.dumps({"schemes": schemes}))
+
+
+def _layers(model: Any) -> list[tuple[str, Any]]:
+    """The layers to quantize, by path."""
+    return [(path, layer) for path, layer in model.named_modules() if getattr(layer, "quantization_scheme", None)]
+
+
+def _fused(path: str) -> str:
+    """The layer that engines make of this one and its siblings."""
+    before, _, name = path.rpartition(".")
+    parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    fused = {part: whole for whole, names in parts.items() for part in names}
+    return f"{before}.{fused.get(name, name)}"
 
 
 if __name__ == "__main__":
