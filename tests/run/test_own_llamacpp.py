@@ -112,6 +112,16 @@ def test_files_of_rows_are_gone_after_the_run(here: Path) -> None:
     assert not [*here.rglob("*.kld")]
 
 
+def test_how_much_of_the_run_is_left_is_known_when_its_first_line_is_told(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[float, float]] = []
+    monkeypatch.setattr("fidelab.cli.progress._Lines.progress", lambda self, job, tokens: told.append(self._pace))
+    measured(here, *USUAL, "--kv", "q8_0")
+    assert told
+    assert all(0 < done <= total for done, total in told), told
+
+
 def test_what_the_log_names_is_the_proof_and_the_size(here: Path) -> None:
     [arm] = measured(here, "--kv", "q8_0/q4_0", *USUAL)["candidates"]
     assert (arm["ran"]["k_dtype"], arm["ran"]["v_dtype"]) == ("q8_0", "q4_0")

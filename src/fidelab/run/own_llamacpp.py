@@ -722,8 +722,8 @@ def _run(
             if rows.exists():
                 found = found or BaseFile.begun(rows)
                 if found is not None and (done := found.complete()) > told:
-                    listener.progress(job, (done - told) * n_ctx)
                     pace.add((done - told) * n_ctx, listener)
+                    listener.progress(job, (done - told) * n_ctx)
                     told = done
             yield found
     collected.seconds += time.monotonic() - began
