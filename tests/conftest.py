@@ -19,7 +19,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import forked
-from fidelab.core import waiting_variables
+from fidelab.core import cache_dir, waiting_variables
 from fidelab.models import Model, pull
 from fidelab.run import runner
 from fidelab.workers import fork_server, parent
@@ -30,10 +30,22 @@ os.environ |= waiting_variables(os.environ)
 if "PYTEST_XDIST_WORKER" in os.environ:  # the other cores have tests of their own
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+USERS_CACHE = "TESTS_USERS_CACHE"  # variable with the folder that tests of installed engines use
+
 # What runs of tests remember is none of the user's.
 _STATE = tempfile.TemporaryDirectory(prefix="fidelab-state-")
 os.environ["XDG_STATE_HOME"] = _STATE.name
 os.environ["XDG_CONFIG_HOME"] = f"{_STATE.name}/config"
+
+# Nor do engines that a user has installed, and what runs on them took, change a test.  Models are there already, and
+# processes side by side share what they find out.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _users, _own = cache_dir(), Path(_STATE.name, "cache")
+    _own.mkdir()
+    for shared in ("models", "locks"):
+        (_users / shared).mkdir(parents=True, exist_ok=True)
+        (_own / shared).symlink_to(_users / shared)
+    os.environ |= {"FIDELAB_CACHE": str(_own), USERS_CACHE: str(_users)}
 
 # A shell's background job ignores Ctrl-C, and so would all that tests start and stop by it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -6,10 +6,13 @@ Where an environment is absent they skip; with ``FIDELAB_REQUIRE_ENGINES=1`` tha
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
+
+from tests.conftest import USERS_CACHE
 
 pytest.register_assert_rewrite("tests.real.contract", "tests.real.harness", "tests.real.k16v8")
 
@@ -30,6 +33,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         report.outcome = "failed"
         report.longrepr = f"skipped, although engines are required: {report.longrepr}"
     return report
+
+
+@pytest.fixture(scope="module", autouse=True)
+def users_cache() -> Iterator[None]:
+    """The cache with the engines that are installed on this machine."""
+    with mock.patch.dict(os.environ, {"FIDELAB_CACHE": os.environ[USERS_CACHE]}):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -47,7 +47,7 @@ def test_format_loss_is_told_from_kernel_loss(tmp_path: Path) -> None:
     assert q4["format"]["mean"] > q4["kernel"]["mean"]
     assert q8["here_minus_format"]["ci"][0] > 0
     assert axis_of(done.report["truth"], "kld").value("mean") == 0  # f16 and f32 take one path and give one answer
-    assert "kernel" in done.arm("q8_0")["verdict"]["sentence"]  # most of the loss, or all of it
+    assert "the kernel" in done.arm("q8_0")["verdict"]["sentence"]  # most of the loss, or all of it
 
 
 @pytest.fixture

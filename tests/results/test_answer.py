@@ -352,13 +352,21 @@ def test_confirmed_names_the_other_tests_that_rule_a_loss_out() -> None:
 LEFT = ("more than 512 tokens", "other kinds of text")
 
 
-def test_not_tested_names_the_kinds_that_a_text_of_kinds_lacks() -> None:
+@pytest.mark.parametrize(
+    ("lacks", "said"),
+    [
+        (("logs", "chat"), "text of kind logs and chat"),
+        (("code", "logs", "chat"), "text of kind code and logs and chat"),
+        (tuple(KINDS[1:]), "other kinds of text"),
+    ],
+)
+def test_not_tested_names_the_few_kinds_that_a_text_of_kinds_lacks(lacks: tuple[str, ...], said: str) -> None:
     define = Definition("mean", "nats", "lower")
-    kinds = [kind for kind in KINDS if kind not in ("logs", "chat")]
+    kinds = [kind for kind in KINDS if kind not in lacks]
     kld = SMALL.axes["kld"]
     more = tuple(define(0.001, (0.0, 0.002), cell={"domain": kind}) for kind in kinds)
     read = SMALL.model_copy(update={"axes": {"kld": kld.model_copy(update={"metrics": (*kld.metrics, *more)})}})
-    assert untested({}, [read]) == ("more than 512 tokens", "text of kind logs and chat")
+    assert untested({}, [read]) == ("more than 512 tokens", said)
 
 
 def test_kinds_that_were_read_without_figures_count_as_read() -> None:

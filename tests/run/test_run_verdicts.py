@@ -36,6 +36,14 @@ def test_a_better_perplexity_under_a_small_kld_costs_nothing_and_notes_name_the_
     assert arm["verdict"]["notes"][-1] == "Tested up to 16 tokens"
 
 
+@pytest.mark.parametrize("n_ctx", [16, [16, 32]], ids=["one context", "several"])
+def test_a_loss_that_is_mostly_the_controls_is_said_to_be_the_kernels(n_ctx: int | list[int], tmp_path: Path) -> None:
+    axes = {"kld": {"windows": 20, "n_ctx": n_ctx}}
+    arm = run_fake(tmp_path, axes, ["tilt[q=0.66]"], control="tilt[q=0.64]", floor=0.0).arm("tilt[q=0.66]")
+    verdict = " ".join([arm["verdict"]["sentence"], *arm["verdict"]["notes"]])
+    assert "Most of the loss comes from the kernel, not the format (control tilt[q=0.64]: KLD 0.0" in verdict
+
+
 def test_lost_needles_cost_a_band_although_no_distribution_moved(tmp_path: Path) -> None:
     lines = [f"The rare paint color is {needles.codes[0]}." for needles in draw_needles(3, 1, 0, 0)]
     answers = [[line, line.removeprefix("The rare paint color is")] for line in lines]

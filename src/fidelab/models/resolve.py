@@ -113,6 +113,16 @@ def resolve(name: str) -> Model:
     return _read(folder, name, revision=commit)
 
 
+def check_path(name: str) -> None:
+    """Check that a path holds a model, which takes milliseconds.  Other names are not checked.
+
+    Raises:
+        InputError: If it holds something else; see :func:`fidelab.models.local.local_model`.
+    """
+    if name not in embedded.NAMES and name != "fake" and not name.startswith("fake:"):
+        local_model(name)
+
+
 def gguf_file(name: str) -> Path:
     """Return the file that llama.cpp loads for a model's name: of a ``.gguf`` path, an embedded name or a folder.
 

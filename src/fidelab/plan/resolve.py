@@ -32,6 +32,7 @@ from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, cache_dir, check_conversion, resolve, with_weights
 from fidelab.models.gguf import head_sizes, read_header
 from fidelab.models.local import bits_per_weight, parts_of
+from fidelab.models.resolve import check_path
 from fidelab.models.weights import content_sha256
 from fidelab.plan.arms import DTYPES, inherited_kv, other_attention, resolve_arm, same_attention, served_name, with_kv
 from fidelab.plan.deploy import ResolvedArm, loads_safetensors
@@ -91,6 +92,7 @@ def resolve_experiment(
     for name, values in experiment.axes.items():
         load_axis(name, values)  # refused before a model is fetched
     benches = {name: load_bench(name, values) for name, values in experiment.benches.items()}
+    check_path(experiment.model)  # before somebody installs an engine for a file that holds none
     with Engines(lambda: _files(experiment), assume) as engines:
         _check_kv_names(experiment, engines)
         return _Resolver(experiment, benches, engines, created, pack).settings()

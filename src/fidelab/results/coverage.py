@@ -13,6 +13,8 @@ from fidelab.results.table import BENCH
 KINDS = ("tool calls", "code", "logs", "long document", "tables and JSON", "mathematics", "languages", "chat")
 """Kinds of text that people run models on: those of the text ``agents``."""
 
+_NAMED_KINDS = 3  # more of them are a list that nobody reads, where the answer says what was left out
+
 
 def coverage(axes: Registry, benches: Registry, asked: Iterable[str] = ()) -> dict[str, str]:
     """Return axis, or ``benches.<bench>`` → what it answers (``retrieval``), for those that answer such a question.
@@ -44,5 +46,6 @@ def untested(covers: Mapping[str, str], arms: Sequence[ArmRecord]) -> tuple[str,
     if klds and not read:
         kinds = ("other kinds of text",)
     elif klds and len(missing) < len(KINDS):  # else the text has kinds of its own
-        kinds = (f"text of kind {' and '.join(missing)}",) if missing else ()
+        named = missing if len(missing) <= _NAMED_KINDS else []
+        kinds = (f"text of kind {' and '.join(named)}" if named else "other kinds of text",) if missing else ()
     return (*lengths, *kinds, *(words for words in dict.fromkeys(covers.values()) if words not in answered))

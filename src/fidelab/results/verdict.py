@@ -238,8 +238,11 @@ class _Case:
         kld = self.control.deciding if self.control else None
         if kld is None:
             return None
-        n_ctx = self.kld.facts.get("n_ctx")
-        return kld.value("mean", {"context": n_ctx} if "contexts" in kld.facts and n_ctx else {})
+        # A measurement of one context has no cells; that of several has the worst context's figures without a cell
+        n_ctx, several = self.kld.facts.get("n_ctx"), len(kld.facts.get("contexts") or ()) > 1
+        if n_ctx is not None and several:
+            return kld.value("mean", {"context": n_ctx})
+        return kld.value("mean", {}) if kld.facts.get("n_ctx") == n_ctx else None
 
     @property
     def native(self) -> tuple[bool, bool]:
