@@ -47,9 +47,12 @@ def rank_remarks(settings: Settings) -> Iterator[str]:
     """
     if settings.experiment.executor.name != "local":
         return
+    asked = dict.fromkeys(_ranks(one) for one in settings.resolved.values() if _runs_here(one))
+    if all(ranks == 1 for ranks, _ in asked):
+        return  # without asking how many GPUs there are, which takes a second
     here = max(len(gpu_memory()), len(graphics().get("gpus", [])))
-    for ranks, on_gpus in dict.fromkeys(_ranks(one) for one in settings.resolved.values() if _runs_here(one)):
-        if ranks <= here or ranks == 1 or (on_gpus and not here):  # a driver that tells no number
+    for ranks, on_gpus in asked:
+        if ranks <= max(here, 1) or (on_gpus and not here):  # a driver that tells no number
             continue
         shared = "" if on_gpus else f"; here {ranks} processes share its processor"
         yield f"tensor parallelism over {ranks} asks for {ranks} GPUs, this machine has {here or 'none'}{shared}"

@@ -239,8 +239,8 @@ class _Case:
         if kld is None:
             return None
         # A measurement of one context has no cells; that of several has the worst context's figures without a cell
-        n_ctx, several = self.kld.facts.get("n_ctx"), len(kld.facts.get("contexts") or ()) > 1
-        if n_ctx is not None and several:
+        n_ctx, contexts = self.kld.facts.get("n_ctx"), kld.facts.get("contexts")
+        if n_ctx is not None and isinstance(contexts, list) and len(contexts) > 1:
             return kld.value("mean", {"context": n_ctx})
         return kld.value("mean", {}) if kld.facts.get("n_ctx") == n_ctx else None
 
