@@ -35,9 +35,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def users_cache() -> Iterator[None]:
-    """The cache with the engines that are installed on this machine."""
+    """The cache with the engines that are installed on this machine; before fixtures that ask for one."""
     with mock.patch.dict(os.environ, {"FIDELAB_CACHE": os.environ[USERS_CACHE]}):
         yield
 
