@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from fidelab.core.errors import InputError, OutputError
 from fidelab.models.cache import build_once, cache_dir
+from tests.conftest import USERS_CACHE
 
 
 def _write(text: str, scratch: Path) -> Path:
@@ -83,6 +85,11 @@ def test_two_processes_build_once(tmp_path: Path) -> None:
     children = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert "".join(child.communicate()[0] for child in children) == "built\n"
     assert [child.returncode for child in children] == [0, 0]
+
+
+def test_tests_see_no_engine_that_the_user_has_installed() -> None:
+    assert cache_dir() != Path(os.environ[USERS_CACHE])
+    assert not (cache_dir() / "engines").exists()
 
 
 def test_cache_below_a_file_is_one_clear_line(tmp_path: Path) -> None:

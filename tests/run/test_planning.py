@@ -406,6 +406,7 @@ def test_more_ranks_than_gpus_are_one_line_of_the_plan(
         for name, one in settings.resolved.items()
     }
     assert [*rank_remarks(replace(settings, resolved=arms))] == said
+    monkeypatch.setattr("fidelab.plan.memory.gpu_memory", lambda: pytest.fail("one rank needs no number of GPUs"))
     assert [*rank_remarks(settings)] == []
 
 

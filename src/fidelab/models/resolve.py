@@ -79,7 +79,7 @@ def resolve(name: str) -> Model:
     Raises:
         InputError: If no model has that name, or it cannot be used. The message says what to do.
     """
-    if name == "fake" or name.startswith("fake:"):
+    if _is_fake(name):
         return Model(
             name=name,
             path=Path(name),
@@ -119,8 +119,12 @@ def check_path(name: str) -> None:
     Raises:
         InputError: If it holds something else; see :func:`fidelab.models.local.local_model`.
     """
-    if name not in embedded.NAMES and name != "fake" and not name.startswith("fake:"):
+    if name not in embedded.NAMES and not _is_fake(name):
         local_model(name)
+
+
+def _is_fake(name: str) -> bool:
+    return name == "fake" or name.startswith("fake:")
 
 
 def gguf_file(name: str) -> Path:
