@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from k16v8.errors import NotSupportedError, UnknownNameError, UsageError, one_line
 from k16v8.kernels.cache import PagedCache
@@ -95,6 +94,8 @@ def _sdpa(
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     mask: Any = None
     if q.is_cuda and backend is SDPBackend.FLASH_ATTENTION and not window:
+        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: as long as torch itself
+
         mask = causal_lower_right(q.shape[2], k.shape[2])  # takes no other mask
     elif q.shape[2] > 1 or window:
         mask = _visible_mask(q, k, window)

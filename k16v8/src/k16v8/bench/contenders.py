@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from k16v8.bench.shapes import Cell, Kind, WeightCell, formats
 from k16v8.errors import NotSupportedError, one_line
@@ -324,13 +323,19 @@ def _identity(out: Tensor) -> Tensor:
     return out
 
 
+def _lower_right(cell: Cell) -> Any:
+    from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: as long as torch itself
+
+    return causal_lower_right(cell.queries, cell.tokens)
+
+
 def _sdpa(cell: Cell, pair: str, draw: Draw, *, kernels: str, backend: SDPBackend) -> Work:
     q, k = _dense(cell, draw)
     v = draw.normal(*k.shape)
     mask: Any = None
     if cell.queries > 1:
         by_name = q.is_cuda and backend is SDPBackend.FLASH_ATTENTION  # takes no mask but this one
-        mask = causal_lower_right(cell.queries, cell.tokens) if by_name else _causal_mask(cell, draw.device)
+        mask = _lower_right(cell) if by_name else _causal_mask(cell, draw.device)
 
     def call() -> Tensor:
         try:

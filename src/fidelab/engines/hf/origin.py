@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -60,14 +61,24 @@ def _findings(cache: Any, kv: KVSpec, k: Format, v: Format) -> Iterator[str]:
         yield f"the cache is a {_class(cache)}, not fidelab's"
     yield from _foreign_functions(type(cache))
     yield from _held_functions("the cache", cache)
-    for name, module in [*sys.modules.items()]:
-        if name.startswith(_MODULES):
+    for name in _own_modules(len(sys.modules)):
+        if (module := sys.modules.get(name)) is not None:
             yield from _foreign_globals(module)
     for side, fmt in zip((kv.k, kv.v), (k, v), strict=True):
         if side.name in KNOWN:
             yield from _foreign_functions(type(fmt))
             yield from _held_functions(f"format {side}", fmt)
     yield from _layers(cache, kv, k, v)
+
+
+@lru_cache(maxsize=1)
+def _own_modules(loaded: int) -> list[str]:
+    """Return the names of the imported modules that make caches.
+
+    ``loaded``: number of imported modules.  Torch and Transformers import thousands, every forward is looked at, and
+    names are sought again only when there are more or fewer.
+    """
+    return [name for name in [*sys.modules] if name.startswith(_MODULES)]
 
 
 def _layers(cache: Any, kv: KVSpec, k: Format, v: Format) -> Iterator[str]:
