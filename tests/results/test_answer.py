@@ -355,8 +355,8 @@ LEFT = ("more than 512 tokens", "other kinds of text")
 @pytest.mark.parametrize(
     ("lacks", "said"),
     [
-        (("logs", "chat"), "text of kind logs and chat"),
-        (("code", "logs", "chat"), "text of kind code and logs and chat"),
+        (("logs", "chat"), "other kinds of text (logs, chat)"),
+        (("code", "logs", "chat"), "other kinds of text (code, logs, chat)"),
         (tuple(KINDS[1:]), "other kinds of text"),
     ],
 )

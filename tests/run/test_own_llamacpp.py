@@ -107,6 +107,21 @@ def test_a_quick_look_reads_as_many_documents_as_a_confirmation_needs(here: Path
     assert "10 windows of 32 tokens" in done.stdout
 
 
+def test_a_dry_run_knows_how_long_it_takes_once_the_program_has_run_with_these_options(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fidelab.plan.paces.cache_dir", lambda: here / "cache")
+    asked = ("--kv", "q8_0", *USUAL)
+    assert "how long is not known" in compare(here, *asked, "--dry-run").stdout
+    measured(here, *asked)
+    expected = json.loads(compare(here, *asked, "--dry-run", "--json").stdout)["seconds"]
+    rates = [pace["tokens_per_second"] for pace in json.loads((here / "cache/own_paces.json").read_text())]
+    assert expected == pytest.approx(2 * 40 * 32 / rates[-1], abs=0.05)  # two starts of 40 windows of 32 tokens
+    assert "at the pace of its last run here" in compare(here, *asked, "--dry-run").stdout
+    other = compare(here, *asked, "--threads", "1", "--dry-run").stdout
+    assert "how long is not known" in other
+
+
 def test_files_of_rows_are_gone_after_the_run(here: Path) -> None:
     assert compare(here, "--kv", "q8_0", *USUAL).returncode == 0
     assert not [*here.rglob("*.kld")]

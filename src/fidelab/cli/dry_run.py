@@ -43,8 +43,11 @@ def _show_own(experiment: Experiment, as_json: bool) -> None:
 
     plan = plan_own(experiment)
     commands = [{"role": role, "command": shell_line(*words)} for role, words in plan.commands()]
+    expected = plan.seconds()
     if as_json:
-        print(json.dumps({"commands": commands, "disk_bytes": plan.disk_bytes(), "remarks": list(plan.remarks)}))
+        seconds = None if expected is None else round(expected[0], 1)
+        own = {"commands": commands, "seconds": seconds, "disk_bytes": plan.disk_bytes()}
+        print(json.dumps({**own, "remarks": list(plan.remarks)}))
         return
     for one in commands:
         say(one["role"])
@@ -54,6 +57,10 @@ def _show_own(experiment: Experiment, as_json: bool) -> None:
         say(remark)
     [size] = format_bytes(plan.disk_bytes())
     say(f"{counted(len(commands), 'start')} of llama-perplexity; files of rows take {size} for a while")
+    if expected is None:
+        say("how long is not known: this program has not run here; a run shows the time left after its first windows")
+    else:
+        say(f"about {duration(expected[0])}, {expected[1]}")
 
 
 def show_pasted(serve: ServeConfig) -> None:

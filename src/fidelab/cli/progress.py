@@ -82,6 +82,9 @@ class _Lines:
         for remark in plan.remarks:
             self._print(remark)
 
+    def stage(self, text: str) -> None:
+        self._print(text)
+
     def job_started(self, job: Watched, tokens: int, reused: bool) -> None:
         self._done, self._tokens = 0, tokens
         self._began = self._said = time.monotonic()

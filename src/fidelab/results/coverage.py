@@ -46,6 +46,6 @@ def untested(covers: Mapping[str, str], arms: Sequence[ArmRecord]) -> tuple[str,
     if klds and not read:
         kinds = ("other kinds of text",)
     elif klds and len(missing) < len(KINDS):  # else the text has kinds of its own
-        named = missing if len(missing) <= _NAMED_KINDS else []
-        kinds = (f"text of kind {' and '.join(named)}" if named else "other kinds of text",) if missing else ()
+        named = f" ({', '.join(missing)})" if len(missing) <= _NAMED_KINDS else ""
+        kinds = (f"other kinds of text{named}",) if missing else ()
     return (*lengths, *kinds, *(words for words in dict.fromkeys(covers.values()) if words not in answered))

@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,7 @@ from fidelab.physics.gguf_shapes import gguf_geometry
 from fidelab.physics.shapes import Geometry
 from fidelab.plan.arms import inherited_kv, with_kv
 from fidelab.plan.capacity import capacity_of_own
+from fidelab.plan.paces import Paces, Reading
 from fidelab.plan.speed import REPEATS, affordable, speed_bench, speed_record
 from fidelab.results.capacity_record import CapacityQuestion
 from fidelab.results.measurement import DECIDING, Measurement
@@ -154,6 +155,23 @@ class OwnPlan:
             for job in self.jobs:
                 if job.role != "reference" or self.base is None:
                     yield job.role, self.command(job.arm, n_ctx, Path("TEXT"), Path("ROWS"))
+
+    def reading(self, arm: Arm) -> Reading:
+        """Return what the speed of a configuration depends on, but for its KV formats."""
+        how = digest(self.tool.build, canonical_json([self.experiment.threads, arm.options, arm.env]))
+        return Reading(how, arm.path, Path(arm.path).stat().st_size)
+
+    def seconds(self) -> tuple[float, str] | None:
+        """Return the seconds of reading, and whose pace that is; ``None`` if this program has not run here."""
+        paces, spent, source = Paces(), 0.0, ""
+        for n_ctx, windows in self.sizes.items():
+            for job in self.jobs:
+                if job.role != "reference" or self.base is None:
+                    found = paces.seconds(self.reading(job.arm), n_ctx * windows)
+                    if found is None:
+                        return None
+                    spent, source = spent + found[0], source or found[1]
+        return spent, source
 
     def disk_bytes(self) -> int:
         """Return the most bytes that files of rows take at once: one context of the reference and of a candidate."""
@@ -417,7 +435,9 @@ def run_own(plan: OwnPlan, folder: RunFolder, listener: Listener) -> Iterator[Ar
     _check_room(plan, rows)
     results: dict[str, _Collected] = {job.role: _Collected(job) for job in plan.jobs}
     reference = results["reference"]
-    for n_ctx in plan.sizes:
+    for n_ctx, windows in plan.sizes.items():
+        if len(plan.sizes) > 1:
+            listener.stage(f"windows of {n_ctx:,} tokens: {windows}")
         if _finished(plan, results, n_ctx, folder, listener):
             continue
         text = rows / f"text-{n_ctx}.txt"
@@ -428,8 +448,8 @@ def run_own(plan: OwnPlan, folder: RunFolder, listener: Listener) -> Iterator[Ar
         except FidelabError as error:
             reference.fail(str(error))
             break
-        if len(known.shapes) < plan.sizes[n_ctx]:
-            asked = f"{plan.sizes[n_ctx]} windows of {n_ctx:,} tokens"
+        if len(known.shapes) < windows:
+            asked = f"{windows} windows of {n_ctx:,} tokens"
             reference.fail(
                 f"the text has {len(known.shapes)} of {asked}: write --windows {len(known.shapes)} or add text"
             )
@@ -672,6 +692,7 @@ def _candidate(context: _Context, collected: _Collected, text: Path, rows: Path,
     path, log = rows / f"{slug(job.arm.name)}-{context.n_ctx}.kld", _log(context.folder, job, context.n_ctx)
     path.unlink(missing_ok=True)
     compared: list[RowComparison] = []
+    earlier = collected.seconds  # of other contexts
     try:
         for found in _run(plan, collected, context.n_ctx, text, path, log, listener):
             # A GPU leaves the processor to the comparison; beside a model on the processor it would slow both
@@ -687,7 +708,9 @@ def _candidate(context: _Context, collected: _Collected, text: Path, rows: Path,
     finally:
         if not plan.experiment.keep_rows:
             path.unlink(missing_ok=True)
-    listener.job_ended(job, collected.result())
+    result = collected.result()
+    spent = {**result.timing, "seconds": collected.seconds - earlier} if result.timing else result.timing
+    listener.job_ended(job, replace(result, timing=spent))
 
 
 def _compared(known: BaseFile, found: BaseFile, start: int, stop: int) -> list[RowComparison]:
@@ -720,7 +743,8 @@ def _run(
         while process.poll() is None:
             time.sleep(_POLL_SECONDS)
             if rows.exists():
-                found = found or BaseFile.begun(rows)
+                if found is None and (found := BaseFile.begun(rows)) is not None:
+                    listener.opened(job, time.monotonic() - began)  # it writes the tokens once the model is loaded
                 if found is not None and (done := found.complete()) > told:
                     pace.add((done - told) * n_ctx, listener)
                     listener.progress(job, (done - told) * n_ctx)
@@ -729,6 +753,7 @@ def _run(
     collected.seconds += time.monotonic() - began
     if process.returncode:
         raise InputError(f"{reason_of(log.read_text('utf-8', 'replace'), process.returncode)}; its log is {log}")
+    Paces().add(plan.reading(job.arm), n_ctx * plan.sizes[n_ctx], time.monotonic() - began)
 
 
 def _on_gpu(log: Path) -> bool:

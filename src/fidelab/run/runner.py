@@ -81,6 +81,9 @@ class Listener(Protocol):
     def start(self, plan: Announced, folder: RunFolder | None) -> None:
         """Called when the plan is made."""
 
+    def stage(self, text: str) -> None:
+        """Called when a part of the run begins in which each configuration works once more."""
+
     def job_started(self, job: Watched, tokens: int, reused: bool) -> None:
         """Called when a job begins with ``tokens`` to process; ``reused``: all its captures exist already."""
 
@@ -116,6 +119,7 @@ class Silent:
     """Listener that ignores everything."""
 
     def start(self, plan: Announced, folder: RunFolder | None) -> None: ...
+    def stage(self, text: str) -> None: ...
     def job_started(self, job: Watched, tokens: int, reused: bool) -> None: ...
     def job_lost(self, job: Watched, reason: str) -> None: ...
     def opened(self, job: Watched, seconds: float) -> None: ...

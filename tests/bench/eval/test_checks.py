@@ -297,6 +297,11 @@ def test_a_refrain_in_the_middle_of_a_long_answer_is_not_a_loop() -> None:
     assert "from word 201 of 380" in found.detail
 
 
+@pytest.mark.parametrize(("words", "state"), [(0, "not tested"), (63, "not tested"), (64, "passed")])
+def test_an_answer_that_is_too_short_for_a_loop_tells_nothing_of_loops(words: int, state: str) -> None:
+    assert loops(Scripted([say(" ".join(f"word{n}" for n in range(words)))])).state == state
+
+
 # --------------------------------------------------------------------------------- log-probabilities and counts
 
 

@@ -16,7 +16,7 @@ from fidelab.bench.eval.asker import Asker, Failure, Outcome
 from fidelab.bench.eval.chat import Ask, ChatAnswer, Position
 from fidelab.core.errors import EngineError
 from fidelab.inputs.questions.pictures import data_url, picture
-from fidelab.metrics.degeneration import loop_onset
+from fidelab.metrics.degeneration import WINDOW, loop_onset
 from fidelab.metrics.intervals import wilson_interval
 
 State = Literal["passed", "failed", "not tested", "not reached"]
@@ -285,6 +285,8 @@ def loops(asker: Asker) -> CheckResult:
     if onset is not None:
         why = f"from word {onset + 1} of {len(words)} on it repeats {_quoted(' '.join(words[onset:]))}"
         return CheckResult("loops", "failed", why, 1)
+    if len(words) < WINDOW:  # no shorter loop counts
+        return CheckResult("loops", "not tested", f"the answer has too few words to tell: {len(words)}", 1)
     return CheckResult("loops", "passed", f"an answer of {len(words)} words does not repeat itself", 1, 1)
 
 

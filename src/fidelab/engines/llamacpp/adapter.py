@@ -100,7 +100,8 @@ _CONTROLLED: Mapping[str, str] = {
     **dict.fromkeys(("type-k", "type-v", "cache-type-k", "cache-type-v"), "write kv=K/V"),
     "flash-attn-type": "write flash-attn=on or off",
     **dict.fromkeys(("n-threads", "n-threads-batch"), "pass --threads"),
-    **dict.fromkeys(("n-ctx", "n-seq-max"), "every request gets the room that it needs"),
+    "n-ctx": "every request gets the room that it needs; a server's is serve.n-ctx",
+    "n-seq-max": "every request gets the room that it needs",
     **dict.fromkeys(("embeddings", "pooling-type", "vocab-only", "ctx-type"), "captures are made of logits"),
     **dict.fromkeys(
         ("model-draft", "draft-max", "draft-min", "draft-p-min", "spec-type", "spec-ngram-size-n", "spec-ngram-size-m"),
