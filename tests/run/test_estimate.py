@@ -95,6 +95,21 @@ def test_progress_never_falls_and_ends_when_only_scoring_is_left(tmp_path: Path)
     assert done == pytest.approx(total - scoring)
 
 
+def test_what_is_told_of_tokens_counts_them(tmp_path: Path) -> None:
+    told: list[float] = []
+
+    class Told(Watched):
+        def progress(self, job: Any, tokens: int) -> None:
+            told.append(self.steps[-1][0])
+
+    experiment = fake(tmp_path, axes={"kld": {"windows": 12, "n_ctx": 16}}, engine_args={"delay": 0.01})
+    took = prepare(experiment).estimate().jobs[0].took
+    execute(experiment, command="", listener=Told())
+    assert told[0] > took["loads", ""] + 1e-9
+    first = [done for done in told if done <= sum(took.values()) + 1e-9]
+    assert first[-1] == pytest.approx(sum(took.values()))  # after the last token of a job all of it is done
+
+
 def test_a_failed_arm_does_not_hold_the_progress_up(tmp_path: Path) -> None:
     watched = Watched()
     execute(fake(tmp_path, engine_args={"crash": "tilt:0"}), command="", listener=watched)

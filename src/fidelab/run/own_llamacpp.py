@@ -62,7 +62,7 @@ from fidelab.inputs.texts import Text, load_text
 from fidelab.metrics.divergence import RowComparison
 from fidelab.metrics.perplexity import unigram_nll
 from fidelab.models import gguf_file
-from fidelab.models.local import SPLIT, bits_per_weight
+from fidelab.models.local import bits_per_weight, parts_of
 from fidelab.models.pieces import Pieces
 from fidelab.models.weights import file_sha256
 from fidelab.physics.gguf_shapes import gguf_geometry
@@ -159,7 +159,7 @@ class OwnPlan:
     def reading(self, arm: Arm) -> Reading:
         """Return what the speed of a configuration depends on, but for its KV formats."""
         how = digest(self.tool.build, canonical_json([self.experiment.threads, arm.options, arm.env]))
-        return Reading(how, arm.path, Path(arm.path).stat().st_size)
+        return Reading(how, arm.path, sum(part.stat().st_size for part in parts_of(Path(arm.path))))
 
     def seconds(self) -> tuple[float, str] | None:
         """Return the seconds of reading, and whose pace that is; ``None`` if this program has not run here."""
@@ -340,8 +340,7 @@ def _arm(experiment: Experiment, config: ArmConfig, tool: PerplexityTool) -> Arm
 
 def _weights(path: Path) -> str:
     """The hash of a model's content, over the parts of a split one."""
-    match = SPLIT.fullmatch(path.name)
-    parts = sorted(path.parent.glob(f"{match['stem']}-*-of-{match['count']}.gguf")) if match else [path]
+    parts = parts_of(path)
     return file_sha256(path) if len(parts) == 1 else digest(*map(file_sha256, parts))
 
 

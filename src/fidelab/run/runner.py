@@ -359,8 +359,8 @@ class JobRunner:
                 with self._lock:
                     match received:
                         case Progress(tokens=done, decoded=decoded):
+                            self.pace.part(clocked.part(done, decoded))  # what is told of these tokens counts them
                             self._listener.progress(job, done)
-                            self.pace.part(clocked.part(done, decoded))
                         case Opened(seconds=seconds):
                             self._listener.opened(job, seconds)
                             self._import_ahead(job)
