@@ -106,6 +106,18 @@ def test_the_plot_has_a_point_with_a_name_per_configuration() -> None:
     assert axes.get_yscale() == "log"
 
 
+def test_names_in_the_plot_stand_within_its_frame() -> None:
+    matplotlib = pytest.importorskip("matplotlib", reason="needs the extra plot")
+    matplotlib.use("Agg")
+    axes = sample_report().plot()
+    renderer = axes.figure.canvas.get_renderer()
+    frame = axes.get_window_extent(renderer)
+    for text in axes.texts:
+        box = text.get_window_extent(renderer)
+        assert frame.x0 <= box.x0
+        assert box.x1 <= frame.x1, text.get_text()
+
+
 def test_a_cell_shows_the_answer_and_stays_small(folder: Path) -> None:
     report = fidelab.load(folder)
     for shown in (report._repr_markdown_(), report._repr_html_()):

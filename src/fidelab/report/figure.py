@@ -22,11 +22,14 @@ def draw_figure(report: Report) -> Any:
         raise UsageError(f"run {report.run_id} has no configuration with a size and a KLD above 0: nothing to plot")
     plt = require("matplotlib.pyplot", "report.plot()")
     _, axes = plt.subplots()
+    middle = max(point.size for point in points) / 2  # labels point inwards: the largest size stands at the frame
     for point in points:
         low, high = point.interval or (point.mean, point.mean)
         spread = [[max(0.0, point.mean - low)], [max(0.0, high - point.mean)]]
         axes.errorbar(point.size, point.mean, yerr=spread, fmt="o", capsize=3, label=point.name)
-        axes.annotate(point.name, (point.size, point.mean), textcoords="offset points", xytext=(7, 4))
+        side, shift = ("right", -7) if point.size > middle else ("left", 7)
+        at = (point.size, point.mean)
+        axes.annotate(point.name, at, textcoords="offset points", xytext=(shift, 4), horizontalalignment=side)
     axes.set(xlabel=points[0].unit, ylabel="KLD, nats", yscale="log", title=report.reference.model)
     axes.set_xlim(left=0)
     return axes
