@@ -144,12 +144,16 @@ def test_the_comparison_tells_the_results_own_bytes_and_is_not_repeated(
     with open_checkpoint(output) as checkpoint:
         assert arm.ran is not None
         assert arm.ran.weight_bytes == checkpoint.nbytes
-    assert arm.model == str(output)
+        assert arm.capacity is not None
+        assert arm.capacity.weight_bytes == checkpoint.nbytes  # not those of the dense copy that ran
+    assert arm.model == output.name
     # 4 bits of code, and for each 32 of them a scale of 16 bits and a zero point of 4
     sentence = "quantized by rtn to W4A16 in groups of 32: 14 modules at 4.62 bits per weight, scales included"
     [said] = [said for said in arm.ran.remarks if said.startswith("quantized")]
     assert said == f"{sentence}; kept in 16 bits: head (1)"
     assert sentence in (output / "fidelab-report.html").read_text("utf-8")
+    for file in [*output.glob("*.json"), *output.glob("*.html")]:  # they are published
+        assert str(folder) not in file.read_text("utf-8"), file
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

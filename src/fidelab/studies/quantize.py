@@ -28,6 +28,7 @@ from fidelab.environments.environment import Environment, engines_dir, interpret
 from fidelab.environments.recipes import install_command, variants
 from fidelab.models.resolve import path as model_path
 from fidelab.report.html import write_html
+from fidelab.results.capacity import asked_again
 from fidelab.results.recommend import recommended
 from fidelab.results.record import Report
 from fidelab.run.pipeline import execute
@@ -108,13 +109,17 @@ def quantize(
     _check_plan(planned, made)
     say("auditing")
     audited = checkpoints.audit(made, tp=recipe.tp)
-    _write(made / "fidelab-audit.json", audited.as_json())
+    _write(made / "fidelab-audit.json", {**audited.as_json(), "checkpoint": output.name})
     bits = _bits(planned, made)
+    # What lies beside the weights is published with them, so paths of this machine are names there
+    names = {str(output): output.name, str(work / "dense"): output.name, str(work / "runs"): "runs"}
+    read = [*texts, model, *([recipe.fidelity.text] if recipe.fidelity else [])]
+    names |= {path: Path(path).resolve().name for path in read if Path(path).exists()}
     report = _compared(model, recipe.fidelity, made, output, work, say, listener) if recipe.fidelity else None
     record = {
         "schema": SCHEMA,
-        "model": model,
-        "recipe": recipe.model_dump(mode="json"),
+        "model": names.get(model, model),
+        "recipe": _renamed(recipe.model_dump(mode="json"), names),
         "quantized": list(planned.quantized),
         "kept": dict(planned.kept),
         "kept_layers": list(planned.layers),
@@ -132,12 +137,26 @@ def quantize(
             for arm in report.candidates
         )
         report = report.model_copy(update={"candidates": candidates})
-        write_atomically(made / "fidelab-report.json", report.to_json())
-        write_html(report, made / "fidelab-report.html")
+        published = Report.model_validate(_renamed(json.loads(report.to_json()), names))
+        write_atomically(made / "fidelab-report.json", published.to_json())
+        write_html(published, made / "fidelab-report.html")
     _write(made / RECORD, record)
     made.rename(output)
     shutil.rmtree(work, ignore_errors=True)
     return Quantized(output, planned, audited.verdict, about.get("experts", {}), report)
+
+
+def _renamed(content: Any, names: Mapping[str, str]) -> Any:
+    """Return JSON content with other values in the place of texts, such as names in that of this machine's paths."""
+    match content:
+        case str():
+            return names.get(content, content)
+        case list():
+            return [_renamed(value, names) for value in content]
+        case dict():
+            return {key: _renamed(value, names) for key, value in content.items()}
+        case _:
+            return content
 
 
 def _environment(python: str | None) -> Environment:
@@ -330,7 +349,10 @@ def _compared(
         arm.model_copy(update={"model": str(output), "ran": ran})
         for arm, ran in zip(report.candidates, runs, strict=True)
     ]
-    report = recommended(report.model_copy(update={"candidates": tuple(arms)}))
+    report = report.model_copy(update={"candidates": tuple(arms)})
+    if report.capacity is not None:
+        report = asked_again(report, None, None)
+    report = recommended(report)
     write_atomically(finished, report.to_json())
     return report
 
