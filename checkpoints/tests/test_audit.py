@@ -953,3 +953,14 @@ def test_an_audit_records_what_was_checked_and_what_was_not(tmp_path: Path) -> N
     assert {*alone.unchecked} == {*needs_base, "tp-split"}
     assert (len(alone.rules), alone.files) == (len(RULES) - len(needs_base) - 1, 1)
     assert audit(str(whole), str(base), 2).unchecked == {}
+
+
+def test_an_embedded_original_of_a_folder_is_read_as_the_weights_that_were_quantized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, other = plain().write(tmp_path / "base"), AWQ().write(tmp_path / "awq")
+    monkeypatch.setattr("fidelab_checkpoints.audit.embedded.NAMES", ("embedded",))
+    monkeypatch.setattr("fidelab_checkpoints.audit.path", lambda name: base)
+    [missed, compared] = [audit(other, original).as_json() for original in (None, "embedded")]
+    assert compared["findings"] == audit(other, base).as_json()["findings"]
+    assert len(compared["rules"]) > len(missed["rules"])

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fidelab.core.errors import InputError, UsageError
+from fidelab.models import embedded
+from fidelab.models.resolve import path
 from fidelab_checkpoints import fusing, geometry, original, templates, tensors  # noqa: F401 (their rules enter the table)
 from fidelab_checkpoints.files import Checkpoint, open_checkpoint
 from fidelab_checkpoints.modules import SCALES, modules_of
@@ -96,6 +98,8 @@ def audit(
     with open_checkpoint(name, complete=False) as checkpoint:
         if base is None:
             return _audited(survey(checkpoint, tp=tp, progress=progress))
+        if checkpoint.format != "gguf" and str(base) in embedded.NAMES:
+            base = path(str(base))  # as dense weights, from which ``fidelab checkpoint quantize`` made the result
         with open_checkpoint(base) as original:
             if original.format != checkpoint.format:
                 raise InputError(
