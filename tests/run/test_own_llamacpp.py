@@ -20,6 +20,7 @@ import pytest
 from fidelab.imports.kld_base import BaseFile
 from fidelab.imports.kld_dumps import compare_window
 from fidelab.models.pieces import Pieces
+from fidelab.run import own_llamacpp
 from tests.models.tiny_gguf import write_gguf
 from tests.run.harness import cli
 
@@ -120,6 +121,18 @@ def test_a_dry_run_knows_how_long_it_takes_once_the_program_has_run_with_these_o
     assert "at the pace of its last run here" in compare(here, *asked, "--dry-run").stdout
     other = compare(here, *asked, "--threads", "1", "--dry-run").stdout
     assert "how long is not known" in other
+
+
+@pytest.mark.parametrize("name", ["m", "m[1]", "m*"])
+def test_a_split_model_has_the_hash_of_its_own_parts(tmp_path: Path, name: str) -> None:
+    hashes = []
+    for folder, second in (("a", b"2"), ("b", b"2"), ("c", b"3")):
+        (tmp_path / folder).mkdir()
+        parts = [tmp_path / folder / f"{name}-0000{n}-of-00002.gguf" for n in (1, 2)]
+        for part, content in zip(parts, (b"1", second), strict=True):
+            part.write_bytes(content)
+        hashes.append(own_llamacpp._weights(parts[0]))
+    assert hashes[0] == hashes[1] != hashes[2]
 
 
 def test_files_of_rows_are_gone_after_the_run(here: Path) -> None:

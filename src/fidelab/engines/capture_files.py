@@ -3,12 +3,14 @@
 The captures run in processes of the engine.  ``KEY.rows`` holds the rows of a request one after another, in the type of
 the states or as float16 log-probabilities.  ``KEY.live`` holds live logits (float32 [n, V]), ``KEY.nan`` the index of
 the first generated token whose logits held NaN, ``KEY.states`` the residual stream ([1 + layers, n, d]).
-``head-RANK.weight`` and ``head-RANK.bias`` are a rank's rows of the head.
+``head-RANK.weight`` and ``head-RANK.bias`` are a rank's rows of the head, ``head-RANK.done`` says that they are whole:
+the first rank of SGLang answers while others may still write.
 """
 
 from __future__ import annotations
 
 import bisect
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.captures.container import Array, BFloat16
+from fidelab.core.errors import EngineError
 from fidelab.engines.base import dtype_name, raw_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _CHUNK = 256  # rows of log-probabilities at a time
+_HEAD_SECONDS = 120.0  # a head of some GB is written in seconds; a rank on a busy machine may be late by more
+_POLL_SECONDS = 0.02
 _NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 
@@ -113,6 +118,7 @@ class CaptureWriter:
             if tensor is not None:
                 path = self._folder / f"head-{rank}.{part}"
                 path.write_bytes(raw_bytes(tensor[:rows].to(weight.dtype)))
+        (self._folder / f"head-{rank}.done").touch()
         return {"rows": len(weight[:rows]), "width": weight.shape[1], "dtype": dtype_name(weight.dtype)}
 
 
@@ -140,7 +146,19 @@ def read_nan(path: Path) -> int | None:
 
 
 def read_head(folder: Path, shards: Sequence[Mapping[str, Any]], vocabulary: int) -> dict[str, Array]:
-    """Return the weight ``[V, d]`` and perhaps the bias ``[V]`` of all ranks' shards. The files are removed."""
+    """Return the weight ``[V, d]`` and perhaps the bias ``[V]`` of all ranks' shards. The files are removed.
+
+    Raises:
+        EngineError: If a rank has not written its shard after a while.
+    """
+    until = time.monotonic() + _HEAD_SECONDS
+    for rank in range(len(shards)):
+        done = folder / f"head-{rank}.done"
+        while not done.exists():
+            if time.monotonic() > until:
+                raise EngineError(f"rank {rank} of {len(shards)} wrote no head within {_HEAD_SECONDS:g} s")
+            time.sleep(_POLL_SECONDS)
+        done.unlink()
     arrays: dict[str, Array] = {}
     dtype, width = shards[0]["dtype"], shards[0]["width"]
     for part, tail in (("weight", (width,)), ("bias", ())):
