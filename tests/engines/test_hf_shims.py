@@ -7,6 +7,7 @@ that keep another format where nobody looks.
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from fidelab.captures.requests import Forced, Generate, Prefill, Request
 from fidelab.core import FormatSpec, Status
+from fidelab.engines.hf import origin
 from fidelab.engines.hf.cache import LAYER_KINDS, EncodedCache, EncodedStore
 from fidelab.formats import create, fp8, intn
 from fidelab.formats.base import Parts
@@ -504,3 +506,11 @@ def test_a_type_that_is_called_by_another_name_is_named(
 ) -> None:
     monkeypatch.setitem(fp8._TYPES, "fp8_e4m3", "float8_e5m2")
     assert reason(checkpoint("llama"), "fp8_e4m3") == "asked for K = fp8_e4m3, the engine stored fp8_e5m2"
+
+
+def test_a_module_of_formats_that_is_imported_after_the_first_look_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    origin._own_modules(len(sys.modules))
+    monkeypatch.setitem(sys.modules, "fidelab.formats.late", types.ModuleType("fidelab.formats.late"))
+    assert "fidelab.formats.late" in origin._own_modules(len(sys.modules))

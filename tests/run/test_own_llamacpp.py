@@ -150,6 +150,30 @@ def test_how_much_of_the_run_is_left_is_known_when_its_first_line_is_told(
     assert all(0 < done <= total for done, total in told), told
 
 
+def test_progress_names_the_context_and_counts_from_when_the_model_is_there(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, Any]] = []
+    lines = "fidelab.cli.progress._Lines"
+    monkeypatch.setattr(f"{lines}.stage", lambda self, text: told.append(("stage", text)))
+    monkeypatch.setattr(f"{lines}.opened", lambda self, job, seconds: told.append(("opened", job.role)))
+    monkeypatch.setattr(f"{lines}.progress", lambda self, job, tokens: told.append(("progress", job.role)))
+    monkeypatch.setattr(f"{lines}.job_ended", lambda self, job, result: told.append(("ended", result.timing)))
+    report = measured(here, "--kv", "q8_0", "--text", "text.txt", "--n-ctx", "32,64", "--windows", "20")
+    assert [text for what, text in told if what == "stage"] == ["windows of 32 tokens: 20", "windows of 64 tokens: 10"]
+    working: set[str] = set()
+    for what, role in told:
+        if what == "opened":
+            working.add(role)
+        elif what == "progress":
+            assert role in working
+        elif what == "stage":
+            working = set()
+    spent = [timing["seconds"] for what, timing in told if what == "ended"]
+    assert len(spent) == 2
+    assert sum(spent) == pytest.approx(report["candidates"][0]["timing"]["seconds"])  # each start its own
+
+
 def test_what_the_log_names_is_the_proof_and_the_size(here: Path) -> None:
     [arm] = measured(here, "--kv", "q8_0/q4_0", *USUAL)["candidates"]
     assert (arm["ran"]["k_dtype"], arm["ran"]["v_dtype"]) == ("q8_0", "q4_0")
